@@ -1,0 +1,129 @@
+"""The command line: `octavo generate`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .models.llm import LLM
+    from .scheduler.outputs import RequestOutput
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels.")
+
+
+@app.callback()
+def _commands() -> None:
+    """Paged-attention inference on Triton kernels."""
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
+    model: Annotated[str, typer.Option(help="Bundled name, .gguf file, Hugging Face directory or hub id.")] = "smollm2-135m",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus, 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens kept, -1 is off.")] = -1,
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt; the others count on from it.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Ask through the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool; by default what memory allows.")] = None,
+    stats: Annotated[bool, typer.Option(help="Show speed, KV block use and where each request's time went.")] = False,
+) -> None:
+    """Complete prompts and stream the text: one prompt as it grows, several when each is done."""
+    from . import LLM, SamplingParams
+
+    errors = Console(stderr=True)
+    try:
+        params = [
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed + i)
+            for i in range(len(prompts))
+        ]
+        with errors.status(f"loading {model}"):
+            llm = LLM(model, dtype=dtype, device=device, num_gpu_blocks=num_gpu_blocks)
+        started = time.perf_counter()
+        asked = [llm.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts] if chat else prompts
+        outputs = _stream(llm, prompts, asked, params)
+    except ValueError as error:
+        errors.print(f"[red]error:[/] {error}", highlight=False)
+        raise typer.Exit(2) from error
+    if stats:
+        _print_stats(llm, outputs, time.perf_counter() - started)
+
+
+def _stream(llm: LLM, prompts: list[str], asked: list, params: list) -> list[RequestOutput]:
+    """Print the completions while they are made; returns the finished outputs in order."""
+    console = Console(highlight=False)
+    outputs: dict[int, RequestOutput] = {}
+    if len(prompts) == 1:
+        console.print(f"[bold]{_escape(prompts[0])}[/]", end="")
+        shown = 0
+        for _, output in llm.stream(asked, params):
+            text = output.outputs[0].text
+            console.print(text[shown:], end="", markup=False, soft_wrap=True)
+            shown, outputs[0] = len(text), output
+        console.print()
+        return [outputs[0]]
+    from .models.llm import progress_bar
+
+    with progress_bar(len(prompts), show=True) as advance:
+        for place, output in llm.stream(asked, params):
+            if output.finished:
+                outputs[place] = output
+                console.print(f"[bold]{_escape(prompts[place])}[/]{_escape(output.outputs[0].text)}\n", soft_wrap=True)
+                advance(1)
+    return [outputs[place] for place in range(len(prompts))]
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
+    console = Console(highlight=False)
+    table = Table(title="where each request's time went (ms)", title_justify="left")
+    for name in ("prompt", "tokens in", "cached", "tokens out", "ended by", "queue", "first token", "model", "scheduler", "total"):
+        table.add_column(name, justify="left" if name in ("prompt", "ended by") else "right")
+    for output in outputs:
+        metrics, completion = output.metrics, output.outputs[0]
+        assert metrics is not None and metrics.finished_time is not None
+        times = (
+            metrics.time_in_queue,
+            metrics.time_to_first_token,
+            metrics.model_time,
+            metrics.scheduler_time,
+            metrics.finished_time - metrics.arrival_time,
+        )
+        table.add_row(
+            _escape((output.prompt or "(chat)")[:32]),
+            str(len(output.prompt_token_ids)),
+            str(metrics.num_cached_tokens),
+            str(len(completion.token_ids)),
+            str(completion.finish_reason),
+            *(f"{1000 * (t or 0):.1f}" for t in times),
+        )
+    console.print(table)
+    engine = llm.stats()
+    generated = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    console.print(
+        f"{generated} tokens in {seconds:.2f} s: {generated / seconds:.1f} tokens/s, {engine.num_steps} steps, "
+        f"{engine.num_batched_tokens} tokens fed\n"
+        f"KV blocks: at most {engine.peak_used_blocks} of {engine.num_blocks} in use, "
+        f"{engine.block_bytes / 1024:.0f} KiB each"
+    )
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

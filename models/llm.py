@@ -1,0 +1,281 @@
+"""`LLM`: a model, a KV pool and an engine behind a few methods."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..runtime.kv_pool import KVPool, block_bytes
+from ..runtime.params import SamplingParams
+from ..runtime.runner import ModelRunner
+from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig
+from .loader import load_model
+from .tokenizer import load_tokenizer
+from .weights import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..scheduler.engine import Request
+
+Prompt = str | Seq[int]
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CPU_POOL_FRACTION = 0.25  # of free memory; a CPU shares its memory with everything else
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Where the engine stands. Blocks are those of the KV pool, the null block not counted."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    peak_used_blocks: int
+    block_bytes: int
+    num_steps: int
+    num_batched_tokens: int
+
+
+class LLM:
+    """Generates text for many prompts at once through paged KV blocks.
+
+    model                   a bundled name ("smollm2-135m"), a .gguf file, a Hugging Face directory or a hub id
+    device, dtype           "auto": the GPU if there is one; the checkpoint's dtype there, float32 on a CPU
+    block_size              tokens per KV block
+    num_gpu_blocks          usable blocks of the KV pool; None takes what gpu_memory_utilization leaves on a GPU, a
+                            quarter of the free memory on a CPU, and never more than max_num_seqs full sequences need
+    max_model_len           most tokens of a sequence; None takes the model's limit
+    max_num_seqs            sequences that hold KV at once
+    max_num_batched_tokens  most tokens fed in one step
+    model_class             a model of your own, built as model_class(config); see docs/design.md
+    seed                    of requests that name none
+    Raises ValueError naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_gpu_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        preemption_mode: str = "auto",
+        policy: str = "fcfs",
+        model_class: Callable[[Any], torch.nn.Module] | None = None,
+        seed: int = 0,
+    ) -> None:
+        torch_device = _device(device)
+        source = resolve_model(os.fspath(model))
+        self.tokenizer = load_tokenizer(source)
+        torch_dtype = _dtype(dtype, torch_device)
+        loaded, config = load_model(source, torch_dtype, torch_device, model_class)
+        limit = config.max_position_embeddings
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}")
+        max_model_len = max_model_len or limit
+        self.config = config
+        shape = (config.num_hidden_layers, block_size, config.num_key_value_heads, config.head_dim)
+        dtype_of_model = next(loaded.parameters()).dtype
+        size = block_bytes(*shape, dtype_of_model)
+        if num_gpu_blocks is None:
+            wanted = max_num_seqs * -(-max_model_len // block_size)
+            num_gpu_blocks = min(wanted, _pool_bytes(torch_device, gpu_memory_utilization) // size)
+        scheduler_config = SchedulerConfig(
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            sliding_window=getattr(config, "sliding_window", None),
+            policy=policy,
+            preemption_mode=preemption_mode,
+        )
+        self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=dtype_of_model, device=torch_device)
+        self.engine = Engine(
+            Scheduler(scheduler_config),
+            ModelRunner(loaded, self.pool),
+            self.tokenizer.backend_tokenizer,
+            self.tokenizer.eos_token_ids,
+            seed,
+            check=os.environ.get("OCTAVO_CHECK") == "1",
+        )
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete the prompts (text or token ids) together; one result each, in their order.
+
+        sampling_params may be one for all or one for each. Raises ValueError, with nothing run, when a prompt is
+        impossible. `progress` shows a bar on standard error.
+        """
+        requests = self._add(prompts, sampling_params)
+        try:
+            with progress_bar(len(requests), progress) as advance:
+                for done in self._run(requests):
+                    advance(sum(request.finished for request in done))
+        finally:
+            self._abandon(requests)
+        return [request.output() for request in requests]
+
+    def stream(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete the prompts together; yields (index of the prompt, its output so far) whenever one grew.
+
+        Text only ever grows. Closing the iterator aborts what is unfinished.
+        """
+        requests = self._add(prompts, sampling_params)
+        places = {id(request): place for place, request in enumerate(requests)}
+        try:
+            for changed in self._run(requests):
+                for request in changed:
+                    yield places[id(request)], request.output()
+        finally:
+            self._abandon(requests)
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        if not messages:
+            raise ValueError("messages: expected at least one message, got none")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.engine.scheduler
+        blocks = scheduler.blocks
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=blocks.num_blocks,
+            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            peak_used_blocks=self.engine.peak_used_blocks,
+            block_bytes=self.pool.block_bytes,
+            num_steps=self.engine.num_steps,
+            num_batched_tokens=self.engine.num_batched_tokens,
+        )
+
+    def _add(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[Request]:
+        batch = _as_batch(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(batch)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(batch):
+            raise ValueError(f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}")
+        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+        requests: list[Request] = []
+        try:
+            for prompt, token_ids, each in zip(batch, encoded, params, strict=True):
+                text = prompt if isinstance(prompt, str) else None
+                requests.append(self.engine.add_request(f"request-{next(self._ids)}", token_ids, each, text))
+        except ValueError as error:
+            self._abandon(requests)
+            raise ValueError(f"prompt {len(requests)}: {error}") from error
+        return requests
+
+    def _run(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Step until all of `requests` have ended; yields those that changed in each step."""
+        ours = set(map(id, requests))
+        while not all(request.finished for request in requests):
+            yield [request for request in self.engine.step() if id(request) in ours]
+
+    def _abandon(self, requests: list[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                self.engine.abort(request.group.request_id)
+        if not self.engine.scheduler.has_unfinished() and self.engine.has_unfinished():
+            self.engine.step()  # hands out the terminal events of what was aborted
+
+
+def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or several -> several. A flat list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    for place, item in enumerate(batch):
+        if not isinstance(item, (str, Seq)) and not hasattr(item, "tolist"):
+            raise ValueError(f"prompts: expected text or a list of token ids, got {item!r} at {place}")
+    return batch  # type: ignore[return-value]
+
+
+@contextmanager
+def progress_bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """Gives a function that advances the bar by so many finished requests."""
+    if not show:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected 'cpu', this machine has no GPU that torch can use, got " + repr(name))
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """None stands for the checkpoint's own dtype."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in _DTYPES:
+        raise ValueError(f"dtype: expected 'auto' or one of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Bytes the KV pool may take, the weights being loaded already."""
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}")
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - gpu_memory_utilization) * total))
+    return int(_CPU_POOL_FRACTION * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

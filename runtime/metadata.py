@@ -1,0 +1,183 @@
+"""The contract between scheduler and runtime: what one step may know of a request. Torch-free.
+
+A `SequenceGroup` is the living request; a `SequenceGroupMetadata` is its snapshot for one step. Snapshots are
+
+* frozen: nothing the scheduler does later changes one. Tokens are append-only, so a read-only view of the sequence's
+  token buffer is a frozen copy at no cost; a block table is copied only before one of its entries is re-pointed;
+* ordered: rows are groups in list order, then sequences by ascending seq_id, never in dict order (`rows()`);
+* versioned: `generation_id` is raised by every event that makes an issued block table wrong.
+
+Lengths of one row (a sequence in one step):
+
+    |<------------ context_len ------------>|<--- query_len --->|
+    | KV is in the cache before the step    | fed in this step  | tokens of later chunks
+    |<------------------------ seq_len ------------------------>|
+
+They hold raw facts; what can be derived from them (positions, slots, lengths) is derived by the consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .params import SamplingParams
+
+NULL_BLOCK = 0  # never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
+PAD_SLOT = -1  # slot of a token whose K and V are not written
+
+
+class MetadataError(ValueError):
+    """A snapshot contradicts itself or the pool. Names the request and the field."""
+
+    def __init__(self, request_id: str, field: str, message: str) -> None:
+        super().__init__(f"request {request_id!r}: {field}: {message}")
+        self.request_id = request_id
+        self.field = field
+
+
+class StaleMetadataError(RuntimeError):
+    """A snapshot was overtaken by an event (preemption, swap, copy-on-write, finish, abort) before its launch."""
+
+    def __init__(self, request_id: str, issued: int, current: int | None) -> None:
+        now = "gone" if current is None else f"at generation {current}"
+        super().__init__(f"request {request_id!r}: snapshot of generation {issued} is stale, the request is {now}")
+        self.request_id = request_id
+        self.issued = issued
+        self.current = current
+
+
+class SequenceData(msgspec.Struct, frozen=True):
+    """The tokens of one sequence at the start of a step. The arrays are read-only.
+
+    prompt_token_ids     int32 [prompt_len]
+    output_token_ids     int32 [output_len]
+    num_computed_tokens  tokens whose KV is in the cache: the context length of this step
+    cumulative_logprob   sum of `output_logprobs`
+    output_logprobs      float32 [output_len], natural log probability of each output token under the raw logits
+    index                which of the request's samples this is, 0 <= index < n
+    """
+
+    prompt_token_ids: np.ndarray
+    output_token_ids: np.ndarray
+    num_computed_tokens: int
+    cumulative_logprob: float
+    output_logprobs: np.ndarray
+    index: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of prompt and output taken together, int32."""
+        prompt_len = len(self.prompt_token_ids)
+        if stop <= prompt_len:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt_len:
+            return self.output_token_ids[start - prompt_len : stop - prompt_len]
+        return np.concatenate((self.prompt_token_ids[start:], self.output_token_ids[: stop - prompt_len]))
+
+
+class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshot of one request for one step.
+
+    is_prompt            the step feeds prompt tokens, or re-feeds tokens lost to a preemption
+    seq_data             seq_id -> SequenceData
+    block_tables         seq_id -> int32 array, block index -> block id; blocks of later chunks may be missing
+    token_chunk_size     tokens fed per sequence in this step
+    computed_block_nums  ids of the leading full blocks whose KV exists at the start of the step. They need not be
+                         computed again; they never limit what is attended, which is always the whole sequence
+    do_sample            False before the last chunk
+    generation_id        placement version of the group
+    """
+
+    request_id: str
+    is_prompt: bool
+    seq_data: Mapping[int, SequenceData]
+    block_tables: Mapping[int, np.ndarray]
+    sampling_params: SamplingParams
+    token_chunk_size: int
+    computed_block_nums: np.ndarray
+    do_sample: bool
+    generation_id: int
+    sliding_window: int | None = None
+    multi_modal_data: Any = None
+    lora_request: Any = None
+    prompt_adapter_request: Any = None
+    encoder_seq_data: SequenceData | None = None
+    cross_block_table: np.ndarray | None = None
+
+    def rows(self) -> Iterator[tuple[int, SequenceData, np.ndarray]]:
+        """(seq_id, data, block table) by ascending seq_id: the order of rows everywhere."""
+        for seq_id in sorted(self.seq_data):
+            yield seq_id, self.seq_data[seq_id], self.block_tables[seq_id]
+
+    @property
+    def is_first_sample(self) -> bool:
+        """This step draws the first token of the request: all n samples come from the one prompt row."""
+        return self.do_sample and all(len(data.output_token_ids) == 0 for data in self.seq_data.values())
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens the sampler draws for this group in this step."""
+        if not self.do_sample:
+            return 0
+        return self.sampling_params.n if self.is_first_sample else len(self.seq_data)
+
+    def to_bytes(self) -> bytes:
+        """msgpack, no pickle."""
+        return _encoder.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SequenceGroupMetadata:
+        """The snapshot that `to_bytes` wrote. Raises ValueError when the bytes are not one."""
+        try:
+            md = _decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"data: expected the bytes of a SequenceGroupMetadata, got {error}") from error
+        return msgspec.structs.replace(
+            md, seq_data=MappingProxyType(md.seq_data), block_tables=MappingProxyType(md.block_tables)
+        )
+
+    def describe(self) -> str:
+        """The one line that finds most faults: who, which phase, how much, and the size of each table."""
+        lens = [len(table) for _, _, table in self.rows()]
+        return (
+            f"request_id={self.request_id} is_prompt={self.is_prompt} token_chunk_size={self.token_chunk_size} "
+            f"block_table_lens={lens} generation_id={self.generation_id}"
+        )
+
+
+class SamplerOutput(msgspec.Struct, frozen=True):
+    """Drawn tokens in row order: groups in list order, `num_samples` entries each.
+
+    token_ids  int64 [num_samples]
+    logprobs   float32 [num_samples], natural log probability of each token under the raw logits
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tobytes())
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be written to msgpack")
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, data = value
+        return np.frombuffer(data, dtype=dtype)  # read-only, as the original
+    raise NotImplementedError(f"{kind.__name__} cannot be read from msgpack")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
+_decoder = msgspec.msgpack.Decoder(SequenceGroupMetadata, dec_hook=_decode)

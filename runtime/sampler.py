@@ -1,0 +1,108 @@
+"""Choosing the next token of each row from its logits. No row's draw depends on its neighbours.
+
+A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of (seed + sample
+index, place in the output): no generator state exists that batching, chunking or preemption could disturb.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .metadata import SamplerOutput, SequenceGroupMetadata
+
+
+class SamplingRows(NamedTuple):
+    """Sampling parameters as columns, one entry per drawn token in row order."""
+
+    temperature: np.ndarray  # float64
+    top_k: np.ndarray  # int64, -1 off
+    top_p: np.ndarray  # float64, 1 off
+    min_p: np.ndarray  # float64, 0 off
+    seed: np.ndarray  # uint64, sample index included
+    step: np.ndarray  # uint64, tokens drawn before this one
+
+
+def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> SamplingRows:
+    """Columns for the rows that `build_launch_args` asks logits for, in the same order."""
+    rows = []
+    for metadata in seq_group_metadata_list:
+        if not metadata.do_sample:
+            continue
+        params = metadata.sampling_params
+        if metadata.is_first_sample:
+            draws = [(index, 0) for index in range(params.n)]
+        else:
+            draws = [(data.index, len(data.output_token_ids)) for _, data, _ in metadata.rows()]
+        seed = params.seed or 0
+        for index, step in draws:
+            rows.append((params.temperature, params.top_k, params.top_p, params.min_p, (seed + index) % 2**64, step))
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 6
+    dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64)
+    return SamplingRows(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+
+
+def uniform(seed: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """float64 in (0, 1), a function of (seed, step) alone: two rounds of the SplitMix64 finaliser."""
+    x = _mix(_mix(seed + np.uint64(0x9E3779B97F4A7C15)) ^ (step * np.uint64(0xD1342543DE82EF95)))
+    return ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
+    """Draw one token per row of `logits` [R, vocab].
+
+    Order: temperature, top-k, top-p (on what top-k left), min-p, draw. Temperature 0 takes the most likely token.
+    """
+    logits = logits.float()
+    token_ids = logits.argmax(dim=-1)
+    random = np.flatnonzero(rows.temperature > 0)
+    if len(random):
+        filtered = (rows.top_k[random] > 0) | (rows.top_p[random] < 1) | (rows.min_p[random] > 0)
+        draws = torch.from_numpy(uniform(rows.seed, rows.step)).to(logits.device)
+        for chosen, draw in ((random[~filtered], _draw), (random[filtered], _draw_filtered)):
+            if len(chosen):
+                index = torch.from_numpy(chosen).to(logits.device)
+                picked = SamplingRows(*(column[chosen] for column in rows))
+                token_ids[index] = draw(_scaled(logits[index], picked), draws[index], picked)
+    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
+    return SamplerOutput(token_ids.cpu().numpy(), logprobs.cpu().numpy())
+
+
+def _scaled(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Logits over temperature, shifted so that the largest is 0: a tiny temperature cannot overflow."""
+    temperature = torch.from_numpy(rows.temperature).to(logits)
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+
+
+def _invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """First index whose cumulative weight exceeds draw * total; weights float64 [R, N] >= 0."""
+    cdf = weights.cumsum(dim=-1)
+    index = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    return index.clamp_(max=weights.shape[1] - 1)
+
+
+def _draw(scaled: torch.Tensor, draws: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    return _invert_cdf(scaled.double().exp(), draws)
+
+
+def _draw_filtered(scaled: torch.Tensor, draws: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
+    weights = ordered.double().exp()  # 1 for the most likely token
+    vocab = weights.shape[1]
+    top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocab)).to(weights.device)
+    weights[torch.arange(vocab, device=weights.device) >= top_k[:, None]] = 0.0
+    top_p = torch.from_numpy(rows.top_p).to(weights.device)
+    before = weights.cumsum(dim=-1) - weights  # weight of all more likely tokens
+    weights[before >= top_p[:, None] * weights.sum(dim=-1, keepdim=True)] = 0.0
+    weights[:, 0] = 1.0  # top_p below the most likely token's probability keeps that token
+    min_p = torch.from_numpy(rows.min_p).to(weights.device)
+    weights[weights < min_p[:, None]] = 0.0
+    return token_ids.gather(1, _invert_cdf(weights, draws)[:, None])[:, 0]

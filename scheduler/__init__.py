@@ -1,0 +1,21 @@
+"""All mutable request state: groups, blocks, policy, the step loop and text output. Imports no torch."""
+
+from .block_manager import BlockManager
+from .engine import Engine
+from .outputs import CompletionOutput, RequestOutput
+from .scheduler import Scheduler, SchedulerConfig, SchedulerOutputs
+from .sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+
+__all__ = [
+    "BlockManager",
+    "CompletionOutput",
+    "Engine",
+    "RequestMetrics",
+    "RequestOutput",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutputs",
+    "Sequence",
+    "SequenceGroup",
+    "SequenceStatus",
+]

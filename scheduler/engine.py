@@ -1,0 +1,226 @@
+"""The step loop: schedule, run, write back, decode text. One call of `step()` is one forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
+from ..runtime.params import SamplingParams
+from .outputs import CompletionOutput, RequestOutput
+from .scheduler import Scheduler
+from .sequence import Sequence, SequenceGroup, SequenceStatus
+from .text_stream import TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from .scheduler import SchedulerOutputs
+
+
+class Runner(Protocol):
+    """What executes a step; `runtime.runner.ModelRunner` is the real one."""
+
+    def execute(
+        self,
+        seq_group_metadata_list: list[SequenceGroupMetadata],
+        *,
+        blocks_to_swap_in: list[tuple[int, int]],
+        blocks_to_swap_out: list[tuple[int, int]],
+        blocks_to_copy: list[tuple[int, int]],
+        generation_of: Callable[[str], int | None],
+    ) -> SamplerOutput: ...
+
+
+class Request:
+    """A request in the engine: the scheduler's group and the text of its completions."""
+
+    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        self.group = group
+        self.prompt = prompt
+        self._tokenizer = tokenizer
+        self._streams: dict[int, TextStream] = {}  # by sample index
+
+    @property
+    def finished(self) -> bool:
+        return self.group.is_finished
+
+    def decode(self, seq: Sequence) -> str | None:
+        """Bring the text of `seq` up to its tokens; returns the stop string that ended it, if any.
+
+        A token that ended the sequence is not part of the text unless special tokens are to be shown.
+        """
+        if self._tokenizer is None:
+            return None
+        params = self.group.sampling_params
+        stream = self._streams.get(seq.index)
+        if stream is None:
+            stream = self._streams[seq.index] = TextStream(
+                self._tokenizer,
+                seq.prompt_token_ids.tolist(),
+                tuple(params.stop),
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+            )
+        token_ids = seq.output_token_ids[stream.num_tokens :].tolist()
+        if seq.status is SequenceStatus.FINISHED_STOPPED and params.skip_special_tokens:
+            token_ids = token_ids[:-1]
+        stop = next((found for token in token_ids if (found := stream.push(token)) is not None), None)
+        if seq.is_finished or stop is not None:
+            stop = stream.close() or stop
+        return stop
+
+    def output(self) -> RequestOutput:
+        """The request's present state, as new objects that later steps leave alone."""
+        group = self.group
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=group.seqs[0].prompt_token_ids.tolist(),
+            outputs=[self._completion(seq) for seq in group.seqs],
+            finished=self.finished,
+            metrics=dataclasses.replace(group.metrics),
+            num_cached_tokens=group.metrics.num_cached_tokens,
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        stream = self._streams.get(seq.index)
+        return CompletionOutput(
+            index=seq.index,
+            text=stream.visible if stream is not None else "",
+            token_ids=seq.output_token_ids.tolist(),
+            cumulative_logprob=seq.cumulative_logprob,
+            finish_reason=seq.status.value if seq.is_finished else None,
+            stop_reason=seq.stop_reason,
+        )
+
+
+class Engine:
+    """Drives requests from arrival to their one terminal event."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        check: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._check = check
+        self._requests: dict[str, Request] = {}
+        self._aborted: list[Request] = []
+        self._num_added = 0
+        self.num_steps = 0
+        self.num_batched_tokens = 0
+        self.peak_used_blocks = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        prompt: str | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queue a request. Raises ValueError, with nothing changed, when it can never run."""
+        params = sampling_params
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop: expected none without a tokenizer, got {params.stop!r}")
+        if params.seed is None and not params.is_greedy:
+            params = msgspec.structs.replace(params, seed=_derive_seed(self._seed, self._num_added))
+        group = SequenceGroup(
+            request_id,
+            prompt_token_ids,
+            params,
+            time.perf_counter(),
+            eos_token_ids=self._eos_token_ids,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.add_seq_group(group)
+        self._num_added += 1
+        request = self._requests[request_id] = Request(group, prompt, self._tokenizer)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its terminal output comes with the next `step()`. False when it is not in flight."""
+        if self.scheduler.abort(request_id) is None:
+            return False
+        self._aborted.append(self._requests[request_id])
+        return True
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished() or bool(self._aborted)
+
+    def step(self) -> list[Request]:
+        """One forward pass; returns the requests that got tokens or ended, finished ones for the last time."""
+        changed, self._aborted = self._aborted, []
+        started = time.perf_counter()
+        outputs = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        blocks = self.scheduler.blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, blocks.num_blocks - blocks.num_free_blocks)
+        changed += [self._requests[group.request_id] for group in outputs.ignored]
+        if not outputs.is_empty:
+            changed += self._run(outputs, scheduled - started)
+        elif not changed and self.scheduler.has_unfinished():
+            raise RuntimeError("no progress: requests are unfinished, but none could be scheduled")
+        for request in changed:
+            if request.finished:
+                self.scheduler.retire(request.group)
+                self._requests.pop(request.group.request_id, None)
+        if self._check:
+            self.scheduler.check_invariants()
+        return changed
+
+    def _run(self, outputs: SchedulerOutputs, schedule_time: float) -> list[Request]:
+        launched = time.perf_counter()
+        try:
+            sampled = self._runner.execute(
+                outputs.seq_group_metadata_list,
+                blocks_to_swap_in=outputs.blocks_to_swap_in,
+                blocks_to_swap_out=outputs.blocks_to_swap_out,
+                blocks_to_copy=outputs.blocks_to_copy,
+                generation_of=self.scheduler.generation_of,
+            )
+        except StaleMetadataError:
+            self.scheduler.rollback()  # nothing was launched; the next step pulls fresh snapshots
+            return []
+        except BaseException:
+            self.scheduler.rollback()  # every request of the step can still be run again or aborted
+            raise
+        returned = time.perf_counter()
+        groups = self.scheduler.update(sampled)
+        changed = [self._requests[group.request_id] for group in groups]
+        for request in changed:
+            self._decode(request)
+        write_back_time = time.perf_counter() - returned
+        self.num_steps += 1
+        self.num_batched_tokens += outputs.num_batched_tokens
+        for metadata in outputs.seq_group_metadata_list:
+            request = self._requests.get(metadata.request_id)
+            if request is not None:
+                request.group.metrics.scheduler_time += schedule_time + write_back_time
+                request.group.metrics.model_time += returned - launched
+        return changed
+
+    def _decode(self, request: Request) -> None:
+        for seq in request.group.seqs:
+            stop = request.decode(seq)
+            if stop is not None and not seq.is_finished:
+                self.scheduler.finish_sequence(request.group, seq, SequenceStatus.FINISHED_STOPPED, stop)
+
+
+def _derive_seed(engine_seed: int, number: int) -> int:
+    """A seed for a request that has none: depends on the engine's seed and the request's place in line alone."""
+    return (engine_seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + 1) % 2**63
+

@@ -1,0 +1,478 @@
+"""Which requests run in the next step. One read from top to bottom explains it.
+
+    add_seq_group ──> waiting ──admit──> running ──finish──> gone
+                         ^                  │
+                         └─────preempt──────┘
+
+`schedule()` spends one budget of tokens and seats: running groups first (decodes, then unfinished prefills), then
+waiting ones, first come first served. A group moves as a whole or not at all. When blocks run out for a group, the
+youngest running ones that came after it and have no place in this step yet give up theirs and wait for their turn to
+compute their tokens again; where there is none, the group sits this step out. The oldest group is nobody's victim, so
+each step advances it or a younger one that was placed before it. `schedule()` returns immutable snapshots; `update()`
+writes the drawn tokens back by row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata
+from .block_manager import BlockManager, cdiv
+from .sequence import Sequence, SequenceGroup, SequenceStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policy. Raises ValueError naming the field, what was expected and what came.
+
+    num_gpu_blocks          usable blocks of the pool, the null block not counted
+    max_num_seqs            seats: sequences that may hold KV at once (prefills count their n future sequences)
+    max_num_batched_tokens  most tokens fed in one step; also bounds the seats, so that every seat can be fed
+    max_model_len           most tokens of one sequence, prompt and output
+    vocab_size              prompt token ids must be below it; None skips the check
+    watermark               share of the pool that admission leaves free while others run, against thrashing
+    policy                  "fcfs"
+    preemption_mode         "recompute" (and "auto", which means it)
+    """
+
+    num_gpu_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 2048
+    vocab_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    sliding_window: int | None = None
+    watermark: float = 0.01
+    policy: str = "fcfs"
+    preemption_mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark: expected a number in [0, 1), got {self.watermark!r}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens: expected at least max_model_len = {self.max_model_len} without chunked "
+                f"prefill, got {self.max_num_batched_tokens}"
+            )
+        for name, known in (("policy", ("fcfs",)), ("preemption_mode", ("auto", "recompute"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+    @property
+    def num_seats(self) -> int:
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens one sequence can reach: the model's limit or the whole pool."""
+        return min(self.max_model_len, self.num_gpu_blocks * self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOutputs:
+    """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
+
+    blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy are (source, destination) pairs, applied in this order
+    before any KV of the step is written. `ignored` are groups that ended without being run; `preempted` lost their
+    blocks in this step and wait again.
+    """
+
+    seq_group_metadata_list: list[SequenceGroupMetadata]
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    num_batched_tokens: int = 0
+    ignored: list[SequenceGroup] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.seq_group_metadata_list
+
+
+@dataclass
+class _Row:
+    """One group's place in a step."""
+
+    group: SequenceGroup
+    seqs: list[Sequence]
+    chunk: int  # tokens fed to each of seqs
+    is_prefill: bool
+    snapshot: SequenceGroupMetadata | None = None
+    published: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Step:
+    """A step being put together, then in flight."""
+
+    token_budget: int
+    rows: list[_Row] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    ignored: list[SequenceGroup] = field(default_factory=list)
+    is_short_of_blocks: bool = False  # some running group found no room
+
+    def has(self, group: SequenceGroup) -> bool:
+        return any(row.group is group for row in self.rows)
+
+
+class Scheduler:
+    """Owns all mutable request state. Not thread-safe: one owner calls it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        self.waiting: deque[SequenceGroup] = deque()  # both in order of arrival
+        self.running: list[SequenceGroup] = []
+        self._groups: dict[str, SequenceGroup] = {}
+        self._in_flight: deque[_Step] = deque()
+        self._seq_ids = itertools.count()
+        self._arrivals = itertools.count()
+        self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
+
+    # -- requests come and go
+
+    def add_seq_group(self, group: SequenceGroup) -> None:
+        """Queue a request. Raises ValueError, and changes nothing, when it could never run."""
+        self._check_admissible(group)
+        first_id = next(self._seq_ids)
+        for _ in range(group.sampling_params.n - 1):
+            next(self._seq_ids)  # a group's ids are consecutive, in order of its samples
+        group.seqs[0].seq_id = first_id
+        group.arrival_order = next(self._arrivals)
+        self._groups[group.request_id] = group
+        self.waiting.append(group)
+
+    def _check_admissible(self, group: SequenceGroup) -> None:
+        config, prompt = self.config, group.seqs[0].prompt_token_ids
+        if group.request_id in self._groups:
+            raise ValueError(f"request_id: expected one not in use, got {group.request_id!r}, which is in flight")
+        if len(prompt) == 0:
+            raise ValueError("prompt_token_ids: expected at least one token, got an empty prompt")
+        if config.vocab_size is not None and not (0 <= prompt.min() and prompt.max() < config.vocab_size):
+            bad = int(prompt.min()) if prompt.min() < 0 else int(prompt.max())
+            raise ValueError(f"prompt_token_ids: expected ids in [0, {config.vocab_size}), got {bad}")
+        if len(prompt) + 1 > config.max_seq_len:
+            raise ValueError(
+                f"prompt_token_ids: {len(prompt)} tokens and one to generate do not fit: max_model_len is "
+                f"{config.max_model_len}, the KV pool holds {config.num_gpu_blocks} blocks of {config.block_size} tokens"
+            )
+        if group.sampling_params.n > config.num_seats:
+            raise ValueError(f"n: expected at most {config.num_seats} (the seats), got {group.sampling_params.n}")
+        for name in ("lora_request", "prompt_adapter_request", "encoder_seq"):
+            if getattr(group, name) is not None:
+                raise ValueError(f"{name}: expected None, no loaded model takes one, got {getattr(group, name)!r}")
+
+    def abort(self, request_id: str) -> SequenceGroup | None:
+        """End a request in whatever state it is; returns it, or None when no such request is unfinished.
+
+        If it takes part in a step in flight its blocks stay untouched until that step is written back.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        self._finish(group, SequenceStatus.FINISHED_ABORTED)
+        return group
+
+    def finish_sequence(
+        self, group: SequenceGroup, seq: Sequence, status: SequenceStatus, reason: int | str | None = None
+    ) -> None:
+        """End one sequence; its blocks are free at once unless a step in flight names them."""
+        seq.status, seq.stop_reason = status, reason
+        group.generation_id += 1
+        if not any(seq in row.seqs for step in self._in_flight for row in step.rows):
+            self.blocks.free(seq)
+
+    def retire(self, group: SequenceGroup) -> None:
+        """Drop a group whose sequences have all finished. Calling it again does nothing."""
+        if self._groups.get(group.request_id) is not group or not group.is_finished:
+            return
+        del self._groups[group.request_id]
+        self._leave_queues(group)
+        group.metrics.finished_time = time.perf_counter()
+
+    def _finish(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        for seq in group.unfinished():
+            self.finish_sequence(group, seq, status)
+        self.retire(group)
+
+    def _leave_queues(self, group: SequenceGroup) -> None:
+        if group in self.running:
+            self.running.remove(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    def generation_of(self, request_id: str) -> int | None:
+        """Current placement version of a request, None when it is gone."""
+        group = self._groups.get(request_id)
+        return None if group is None else group.generation_id
+
+    # -- one step
+
+    def schedule(self) -> SchedulerOutputs:
+        """Choose the next step's work, make room for it and freeze it into snapshots."""
+        step = _Step(self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.is_short_of_blocks:
+            self._schedule_waiting(step)
+        return self._order(step)
+
+    def _schedule_running(self, step: _Step) -> None:
+        by_phase = sorted(self.running, key=lambda group: group.is_prefill)  # stable: arrival order within a phase
+        for group in by_phase:
+            if group.state is not SequenceStatus.RUNNING:
+                continue  # preempted or finished for the sake of an older one
+            seqs = group.active()
+            chunk = self._chunk(group.num_tokens_to_feed(), step.token_budget // len(seqs), may_split=len(seqs) > 1)
+            if chunk > 0 and self._make_room(group, seqs, chunk, step):
+                self._place(group, seqs, chunk, step)
+
+    def _chunk(self, num_tokens: int, budget: int, may_split: bool = False) -> int:
+        """Tokens to feed now: as many as the budget allows, or with chunking off all or none."""
+        if num_tokens > budget and not (self.config.enable_chunked_prefill or may_split):
+            return 0
+        return min(num_tokens, budget)
+
+    def _make_room(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step) -> bool:
+        """Free blocks for `group` at the expense of younger groups that have no place in this step yet."""
+        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
+            step.is_short_of_blocks = True
+            younger = self.running[self.running.index(group) + 1 :]
+            victim = next((victim for victim in reversed(younger) if not step.has(victim)), None)
+            if victim is not None:
+                self._preempt(victim)
+                step.preempted.append(victim)
+                continue
+            if len(self.running) == 1:  # the whole pool does not hold it: it ends with what it has
+                self._finish(group, SequenceStatus.FINISHED_LENGTH)
+                step.ignored.append(group)
+            return False
+        return True
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Recompute preemption: give up all blocks; the tokens stay and are computed again later."""
+        for seq in group.unfinished():
+            self.blocks.free(seq)
+            seq.num_computed_tokens = 0
+            seq.status = SequenceStatus.WAITING
+        group.generation_id += 1
+        group.metrics.num_preemptions += 1
+        self.running.remove(group)
+        insort(self.waiting, group, key=lambda g: g.arrival_order)
+        logger.debug("preempted request_id=%s", group.request_id)
+
+    def _resume_blocks(self, group: SequenceGroup) -> int:
+        """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
+        live = group.unfinished()
+        size = self.config.block_size
+        shared = group.num_prompt_tokens // size if len(live) > 1 else 0
+        return shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        seats = self.config.num_seats - sum(group.num_seats for group in self.running)
+        while self.waiting and step.token_budget > 0:
+            group = self.waiting[0]
+            if group.num_seats > seats or not self._admit(group, step):
+                break
+            seats -= group.num_seats
+
+    def _admit(self, group: SequenceGroup, step: _Step) -> bool:
+        """Give a waiting group its first blocks and a place in the step, or leave everything as it was.
+
+        A new request needs room for its first chunk only. One that was preempted needs room for all it will hold,
+        else it would be admitted for one chunk and preempted again.
+        """
+        leader = group.unfinished()[0]
+        target = group.num_tokens_to_feed()  # nothing is computed yet
+        cached = self.blocks.match(leader, group.cache_salt, target)
+        context_len = len(cached) * self.config.block_size
+        chunk = self._chunk(target - context_len, step.token_budget)
+        if chunk == 0:
+            return False
+        needed = cdiv(context_len + chunk, self.config.block_size)
+        if group.metrics.num_preemptions:
+            needed = min(self._resume_blocks(group), self.blocks.num_blocks)
+        reserve = self._watermark_blocks if self.running else 0
+        if needed - len(cached) + reserve > self.blocks.num_free_blocks - self.blocks.num_evictable(cached):
+            return False
+
+        self.waiting.popleft()
+        self.blocks.allocate(leader, cached)
+        for seq in group.unfinished():
+            seq.status = SequenceStatus.RUNNING
+        insort(self.running, group, key=lambda g: g.arrival_order)
+        if group.metrics.first_scheduled_time is None:
+            group.metrics.first_scheduled_time = time.perf_counter()
+            group.metrics.num_cached_tokens = context_len
+        self._place(group, [leader], chunk, step)
+        return True
+
+    def _place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step) -> None:
+        copies = self.blocks.grow(seqs, chunk)
+        if copies:
+            step.copies += copies
+            group.generation_id += 1
+        step.token_budget -= chunk * len(seqs)
+        step.rows.append(_Row(group, seqs, chunk, group.is_prefill))
+
+    def _order(self, step: _Step) -> SchedulerOutputs:
+        """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
+        for row in step.rows:
+            row.snapshot = create_metadata(row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config)
+        for row in step.rows:
+            for seq in row.seqs:
+                context_len = seq.num_computed_tokens
+                seq.num_computed_tokens += row.chunk
+                row.published += self.blocks.publish(seq, row.group.cache_salt, context_len)
+            self._attach_siblings(row.group)
+        if step.rows:
+            self._in_flight.append(step)
+        return SchedulerOutputs(
+            seq_group_metadata_list=[row.snapshot for row in step.rows if row.snapshot is not None],
+            blocks_to_copy=step.copies,
+            num_batched_tokens=self.config.max_num_batched_tokens - step.token_budget,
+            ignored=step.ignored,
+            preempted=step.preempted,
+        )
+
+    def _attach_siblings(self, group: SequenceGroup) -> None:
+        """After a preemption the leader has computed the prompt again: its siblings share it from here on."""
+        leader, *siblings = group.unfinished()
+        if leader.num_computed_tokens == leader.num_prompt_tokens:
+            for seq in siblings:
+                if not self.blocks.has_table(seq.seq_id):
+                    self.blocks.fork(leader, seq)
+                    seq.num_computed_tokens = leader.num_computed_tokens
+
+    def rollback(self) -> None:
+        """The newest step in flight will not run: its groups lose their blocks and wait to compute their tokens again."""
+        step = self._in_flight.pop()
+        for row in reversed(step.rows):
+            self.blocks.unpublish(row.published)
+            if row.group in self.running:
+                self._preempt(row.group)
+            for seq in row.seqs:
+                self.blocks.free(seq)  # those that ended meanwhile had waited for this step
+
+    # -- write-back
+
+    def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:
+        """Write the tokens of the oldest step in flight back, row by row; returns the groups that got tokens.
+
+        Sequences that end here (end-of-sequence, stop token, length) are finished; groups are retired by the caller
+        through `retire`, after it has looked at their text. Results of requests that ended meanwhile are dropped.
+        """
+        step = self._in_flight.popleft()
+        expected = sum(row.snapshot.num_samples for row in step.rows if row.snapshot is not None)
+        if len(outputs.token_ids) != expected:
+            raise ValueError(f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}")
+        tokens, logprobs = outputs.token_ids.tolist(), outputs.logprobs.tolist()
+        changed, at = [], 0
+        for row in step.rows:
+            assert row.snapshot is not None
+            count = row.snapshot.num_samples
+            drawn = list(zip(tokens[at : at + count], logprobs[at : at + count], strict=True))
+            at += count
+            if drawn and not row.group.is_finished:
+                self._write_back(row, drawn)
+                changed.append(row.group)
+            for seq in row.seqs:
+                if seq.is_finished:
+                    self.blocks.free(seq)  # waited for this step
+        return changed
+
+    def _write_back(self, row: _Row, drawn: list[tuple[int, float]]) -> None:
+        group, seqs = row.group, row.seqs
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = time.perf_counter()
+        if len(drawn) > len(seqs):
+            seqs = self._fork_samples(group)
+        for seq, (token, logprob) in zip(seqs, drawn, strict=True):
+            if seq.is_finished:
+                continue
+            seq.append(token, logprob)
+            self._finish_if_over(group, seq, token)
+
+    def _fork_samples(self, group: SequenceGroup) -> list[Sequence]:
+        """The first tokens are drawn: n - 1 siblings branch off the leader and share its blocks."""
+        leader = group.seqs[0]
+        for index in range(1, group.sampling_params.n):
+            child = leader.fork(leader.seq_id + index, index)
+            group.seqs.append(child)
+            self.blocks.fork(leader, child)
+        return group.seqs
+
+    def _finish_if_over(self, group: SequenceGroup, seq: Sequence, token: int) -> None:
+        params = group.sampling_params
+        if token in group.eos_token_ids:
+            self.finish_sequence(group, seq, SequenceStatus.FINISHED_STOPPED)
+        elif token in params.stop_token_ids:
+            self.finish_sequence(group, seq, SequenceStatus.FINISHED_STOPPED, token)
+        elif seq.num_tokens >= self.config.max_seq_len or (
+            params.max_tokens is not None and seq.num_output_tokens >= params.max_tokens
+        ):
+            self.finish_sequence(group, seq, SequenceStatus.FINISHED_LENGTH)
+
+    # -- checking
+
+    def check_invariants(self) -> None:
+        """Raise RuntimeError unless block accounting, tables and queues agree. Meant for between steps."""
+        self.blocks.check_integrity()
+        size = self.config.block_size
+        for group in self.running:
+            for seq in group.active():
+                entries = len(self.blocks.table(seq.seq_id))
+                if entries != cdiv(seq.num_computed_tokens, size):
+                    raise RuntimeError(
+                        f"request {group.request_id!r}: {seq.num_computed_tokens} computed tokens in {entries} blocks"
+                    )
+        queued = {group.request_id for group in (*self.running, *self.waiting)}
+        if queued != set(self._groups):
+            raise RuntimeError(f"queues hold {sorted(queued)}, known requests are {sorted(self._groups)}")
+        if not self._groups and not self._in_flight and self.blocks.num_free_blocks != self.blocks.num_blocks:
+            raise RuntimeError(
+                f"idle, but {self.blocks.num_blocks - self.blocks.num_free_blocks} blocks are still referenced"
+            )
+
+
+def create_metadata(
+    group: SequenceGroup, seqs: list[Sequence], chunk: int, is_prefill: bool, blocks: BlockManager, config: SchedulerConfig
+) -> SequenceGroupMetadata:
+    """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
+    leader = seqs[0]
+    computed = leader.num_computed_tokens
+    metadata = SequenceGroupMetadata(
+        request_id=group.request_id,
+        is_prompt=is_prefill,
+        seq_data=MappingProxyType({seq.seq_id: seq.snapshot() for seq in seqs}),
+        block_tables=MappingProxyType({seq.seq_id: blocks.table(seq.seq_id) for seq in seqs}),
+        sampling_params=group.sampling_params,
+        token_chunk_size=chunk,
+        computed_block_nums=blocks.table(leader.seq_id)[: computed // config.block_size],
+        do_sample=computed + chunk == leader.num_tokens,
+        generation_id=group.generation_id,
+        sliding_window=config.sliding_window,
+        lora_request=group.lora_request,
+        prompt_adapter_request=group.prompt_adapter_request,
+    )
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("snapshot %s", metadata.describe())
+    return metadata

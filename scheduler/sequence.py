@@ -1,0 +1,248 @@
+"""The living request: `Sequence` (tokens and progress) and `SequenceGroup` (what a request's sequences share)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..runtime.metadata import SequenceData
+from ..runtime.params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_REJECTED = "rejected"
+
+    @property
+    def is_finished(self) -> bool:
+        return self not in _LIVE
+
+
+_LIVE = frozenset((SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED))
+
+
+class Sequence:
+    """One line of tokens. The truth about it is its tokens and `num_computed_tokens`; all else is derived.
+
+    Tokens are append-only, in an int32 buffer that doubles when full. A snapshot takes a read-only view of what is
+    there and stays right for ever: appending writes past its end, growing leaves the old buffer to it.
+
+        tokens:  [ prompt ............ | output .......... ]
+                 [ num_computed ...........| to be computed ]      decode: exactly one token is to be computed
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_token_view",
+        "_tokens",
+        "block_digests",
+        "cumulative_logprob",
+        "index",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_token_ids",
+        "seq_id",
+        "status",
+        "stop_reason",
+    )
+
+    def __init__(self, seq_id: int, prompt_token_ids: Seq[int] | np.ndarray, index: int = 0) -> None:
+        prompt = _as_token_ids(prompt_token_ids)
+        self.seq_id = seq_id
+        self.index = index  # which of the request's samples
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
+        self._set_buffers(np.zeros(self.num_tokens + 16, np.int32), np.zeros(16, np.float32))
+        self._tokens[: self.num_tokens] = prompt
+        self.prompt_token_ids = self._token_view[: self.num_tokens]
+        self.num_computed_tokens = 0
+        self.cumulative_logprob = 0.0
+        self.status = SequenceStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.block_digests: list[bytes] = []  # memo of the prefix cache: digest of each leading full block
+
+    def _set_buffers(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        self._tokens, self._logprobs = tokens, logprobs
+        self._token_view = _read_only(tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [num_tokens], read-only."""
+        return self._token_view[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> np.ndarray:
+        """int32 [num_output_tokens], read-only."""
+        return self._token_view[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    def append(self, token_id: int, logprob: float) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._set_buffers(np.resize(self._tokens, 2 * len(self._tokens)), self._logprobs)
+        out = self.num_tokens - self.num_prompt_tokens
+        if out == len(self._logprobs):
+            self._logprobs = np.resize(self._logprobs, 2 * len(self._logprobs))
+        self._tokens[self.num_tokens] = token_id
+        self._logprobs[out] = logprob
+        self.num_tokens += 1
+        self.cumulative_logprob += logprob
+
+    def fork(self, seq_id: int, index: int) -> Sequence:
+        """A sibling with the same tokens and progress and a buffer of its own."""
+        child = Sequence(seq_id, self.prompt_token_ids, index)
+        child._set_buffers(self._tokens.copy(), self._logprobs.copy())
+        child.prompt_token_ids = child._token_view[: self.num_prompt_tokens]
+        child.num_tokens = self.num_tokens
+        child.num_computed_tokens = self.num_computed_tokens
+        child.cumulative_logprob = self.cumulative_logprob
+        child.status = self.status
+        child.block_digests = self.block_digests.copy()
+        return child
+
+    def snapshot(self) -> SequenceData:
+        return SequenceData(
+            self.prompt_token_ids,
+            self.output_token_ids,
+            self.num_computed_tokens,
+            self.cumulative_logprob,
+            _read_only(self._logprobs[: self.num_output_tokens]),
+            self.index,
+        )
+
+
+def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
+    """int32 [n]. Raises ValueError for anything that is not a flat run of integers of that size."""
+    array = np.asarray(token_ids)
+    if array.ndim == 1 and array.size == 0:
+        return array.astype(np.int32)
+    info = np.iinfo(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"prompt_token_ids: expected a flat list of integers, got {token_ids!r:.80}")
+    if array.min() < info.min or array.max() > info.max:
+        raise ValueError(f"prompt_token_ids: expected 32-bit token ids, got {array.min()} to {array.max()}")
+    return array.astype(np.int32)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Where a request's time went. Times are seconds of `time.perf_counter`, durations seconds."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    scheduler_time: float = 0.0  # in schedule and write-back of the steps this request took part in
+    model_time: float = 0.0  # in the runner, in the steps this request took part in
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+class SequenceGroup:
+    """One request: sequences that share a prompt and sampling parameters. The unit of every scheduling decision.
+
+    A request with n > 1 starts as one sequence, the leader, which computes the prompt; at its first token the others
+    are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes the prompt alone
+    and its siblings are attached to the result again.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int] | np.ndarray,
+        sampling_params: SamplingParams,
+        arrival_time: float,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        cache_salt: str = "",
+        priority: int = 0,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        encoder_seq: Sequence | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.arrival_time = arrival_time
+        self.metrics = RequestMetrics(arrival_time)
+        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
+        self.cache_salt = cache_salt  # requests share cached prefixes only within one salt
+        self.priority = priority
+        self.lora_request = lora_request
+        self.prompt_adapter_request = prompt_adapter_request
+        self.encoder_seq = encoder_seq
+        self.seqs = [Sequence(-1, prompt_token_ids)]  # the scheduler gives the ids
+        self.generation_id = 0
+        self.arrival_order = -1  # set by the scheduler: the order of first come, first served
+
+    @property
+    def state(self) -> SequenceStatus:
+        """The group's status: that of its unfinished sequences (all alike), else that of the first."""
+        return next((seq.status for seq in self.seqs if not seq.is_finished), self.seqs[0].status)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.seqs)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.seqs[0].num_prompt_tokens
+
+    def unfinished(self) -> list[Sequence]:
+        return [seq for seq in self.seqs if not seq.is_finished]
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences this group has or will have at once."""
+        return self.sampling_params.n if self.seqs[0].num_output_tokens == 0 else len(self.unfinished())
+
+    def active(self) -> list[Sequence]:
+        """The sequences that take part in the next step: the leader while the prompt is computed, else all."""
+        live = self.unfinished()
+        return live[:1] if live and live[0].num_computed_tokens < live[0].num_prompt_tokens else live
+
+    def num_tokens_to_feed(self) -> int:
+        """Tokens each active sequence has to be fed before it can draw a token or its siblings can join."""
+        live = self.unfinished()
+        leader = live[0]
+        if len(live) > 1 and leader.num_computed_tokens < leader.num_prompt_tokens:
+            return leader.num_prompt_tokens - leader.num_computed_tokens
+        return leader.num_uncomputed_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """False when each live sequence has just its newest token to compute."""
+        leader = self.unfinished()[0]
+        return leader.num_uncomputed_tokens > 1 or leader.num_output_tokens == 0

@@ -1,0 +1,87 @@
+"""Text of one completion as its tokens arrive, and where a stop string ends it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTEXT_TOKENS = 4  # of the prompt, so that the first token is spaced as it would be in the middle of a text
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Decodes token by token; bytes of an unfinished character are held back until it is whole.
+
+        text:  [ settled, visible ........ | may become a stop string ]
+                                           ^ len(visible)
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        context = prompt_token_ids[-_CONTEXT_TOKENS:]
+        if tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith(_INCOMPLETE):
+            context = []
+        self._tokenizer = tokenizer
+        self._context = context
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._stop = stop
+        self._longest_stop = max(map(len, stop), default=0)
+        self._include_stop = include_stop
+        self.text = ""
+        self.is_over = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def push(self, token_id: int) -> str | None:
+        """Take one token in; returns the stop string that it completed, if any, with `text` cut accordingly."""
+        if self.is_over:
+            return None
+        self._token_ids.append(token_id)
+        return self._append(self._stream.step(self._tokenizer, token_id) or "")
+
+    def close(self) -> str | None:
+        """No token follows: what was held back becomes visible. Returns a stop string found in it, if any."""
+        if self.is_over:
+            return None
+        decode = self._tokenizer.decode
+        before = decode(self._context, skip_special_tokens=self._skip_special_tokens)
+        whole = decode(self._context + self._token_ids, skip_special_tokens=self._skip_special_tokens)[len(before) :]
+        stop = self._append(whole[len(self.text) :]) if whole.startswith(self.text) else None
+        self.is_over = True
+        return stop
+
+    def _append(self, more: str) -> str | None:
+        start = max(0, len(self.text) - self._longest_stop + 1)
+        self.text += more
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if not found or not more:
+            return None
+        at, stop = min(found, key=lambda pair: pair[0])
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        self.is_over = True
+        return stop
+
+    @property
+    def visible(self) -> str:
+        """What may be shown now: no later token takes any of it back."""
+        if self.is_over or not self._stop:
+            return self.text
+        for held in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
+            ending = self.text[-held:]
+            if any(stop.startswith(ending) for stop in self._stop):
+                return self.text[:-held]
+        return self.text
