@@ -23,6 +23,15 @@ def _describe(shape, dtype, device) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _fits(shape: torch.Size, expected: tuple[int | None, ...]) -> bool:
+    if len(shape) != len(expected):
+        return False
+    for size, want in zip(shape, expected, strict=True):
+        if want is not None and size != want:
+            return False
+    return True
+
+
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
@@ -32,11 +41,8 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Require `tensor` to have this shape (None: any size), one of these dtypes, and to be on this device."""
-    shape_ok = shape is None or (
-        tensor.dim() == len(shape)
-        and all(want is None or want == size for want, size in zip(shape, tensor.shape))
-    )
-    dtype_ok = dtype is None or (tensor.dtype in dtype if isinstance(dtype, tuple) else tensor.dtype == dtype)
+    shape_ok = shape is None or tensor.shape == shape or _fits(tensor.shape, shape)
+    dtype_ok = dtype is None or tensor.dtype == dtype or (type(dtype) is tuple and tensor.dtype in dtype)
     device_ok = device is None or tensor.device == device
     if not (shape_ok and dtype_ok and device_ok):
         expected = _describe(shape, dtype, device)
@@ -46,8 +52,10 @@ def check_tensor(
 
 def check_last_axis_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Require elements of the last axis to be neighbours in memory, which is what makes loads wide."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
-        raise ValueError(f"{name}: expected a contiguous last axis, got strides {list(tensor.stride())}")
+    if tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+        raise ValueError(
+            f"{name}: expected a contiguous last axis, got strides {list(tensor.stride())}"
+        )
 
 
 def check_positive(name: str, value: float | None) -> None:
@@ -86,24 +94,34 @@ def check_attention(
     check_caches(k_cache, v_cache, device=device)
     num_tokens, num_q_heads, head_size = q.shape
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
-    check_tensor("k_cache", k_cache, shape=(None, block_size, num_kv_heads, head_size), dtype=q.dtype)
+    check_tensor(
+        "k_cache", k_cache, shape=(None, block_size, num_kv_heads, head_size), dtype=q.dtype
+    )
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} heads")
+        raise ValueError(
+            f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} heads"
+        )
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device)
     check_last_axis_contiguous("seq_lens", seq_lens)
     table_shape = (seq_lens.shape[0], None)
     check_tensor("block_tables", block_tables, shape=table_shape, dtype=torch.int32, device=device)
     check_last_axis_contiguous("block_tables", block_tables)
     if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes, shape=(num_q_heads,), dtype=torch.float32, device=device)
+        check_tensor(
+            "alibi_slopes", alibi_slopes, shape=(num_q_heads,), dtype=torch.float32, device=device
+        )
         check_last_axis_contiguous("alibi_slopes", alibi_slopes)
     if sinks is not None:
         check_tensor("sinks", sinks, shape=(num_q_heads,), dtype=FLOAT_DTYPES, device=device)
         check_last_axis_contiguous("sinks", sinks)
-    check_tensor("out", out, shape=(num_tokens, num_q_heads, head_size_v), dtype=q.dtype, device=device)
+    check_tensor(
+        "out", out, shape=(num_tokens, num_q_heads, head_size_v), dtype=q.dtype, device=device
+    )
     check_last_axis_contiguous("out", out)
     if lse is not None:
-        check_tensor("lse", lse, shape=(num_tokens, num_q_heads), dtype=torch.float32, device=device)
+        check_tensor(
+            "lse", lse, shape=(num_tokens, num_q_heads), dtype=torch.float32, device=device
+        )
     check_positive("window", window)
     check_positive("softcap", softcap)
 
@@ -111,4 +129,107 @@ def check_attention(
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors (compute units) of a GPU; 1 for the CPU, where the interpreter runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
+
+
+def check_key_value(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Check new keys and values against the caches they are to be written to."""
+    device = k.device
+    check_tensor("k", k, shape=(None, None, None), dtype=FLOAT_DTYPES)
+    check_tensor("v", v, shape=(*k.shape[:2], None), dtype=k.dtype, device=device)
+    check_last_axis_contiguous("k", k)
+    check_last_axis_contiguous("v", v)
+    check_caches(k_cache, v_cache, device=device)
+    check_tensor("k_cache", k_cache, shape=(None, None, *k.shape[1:]), dtype=k.dtype)
+    check_tensor("v_cache", v_cache, shape=(None, None, *v.shape[1:]), dtype=v.dtype)
+    check_tensor("slot_mapping", slot_mapping, shape=(None,), dtype=torch.int64, device=device)
+    check_last_axis_contiguous("slot_mapping", slot_mapping)
+    if slot_mapping.shape[0] > k.shape[0]:
+        raise ValueError(
+            f"slot_mapping: expected at most {k.shape[0]} slots, got {slot_mapping.shape[0]}"
+        )
+
+
+def check_block_pairs(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Check (source, destination) block ids, which are host integers, before anything moves.
+
+    The pairs are copied in no particular order. So no two may have one destination, and within one pool no destination
+    may be a source.
+    """
+    check_tensor("dst_pool", dst_pool, shape=(None, *src_pool.shape[1:]), dtype=src_pool.dtype)
+    check_tensor("pairs", pairs, shape=(None, 2), dtype=torch.int64, device=torch.device("cpu"))
+    for pool in (src_pool, dst_pool):
+        if pool.shape[0] > 0 and not pool[0].is_contiguous():
+            raise ValueError(f"pool: expected contiguous blocks, got strides {list(pool.stride())}")
+    sources, destinations = pairs[:, 0].tolist(), pairs[:, 1].tolist()
+    for name, ids, pool in (("source", sources, src_pool), ("destination", destinations, dst_pool)):
+        for block in ids:
+            if not 0 <= block < pool.shape[0]:
+                raise ValueError(
+                    f"pairs: expected a {name} block in [0, {pool.shape[0]}), got {block}"
+                )
+    if len(set(destinations)) < len(destinations):
+        raise ValueError("pairs: expected each destination block once")
+    if src_pool.data_ptr() == dst_pool.data_ptr() and not set(destinations).isdisjoint(sources):
+        raise ValueError("pairs: expected no destination block that is also a source")
+
+
+def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """Check the arguments of the RMS norms."""
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
+    check_last_axis_contiguous("x", x)
+    check_tensor("weight", weight, shape=(x.shape[-1],), dtype=x.dtype, device=x.device)
+    check_last_axis_contiguous("weight", weight)
+    if residual is not None:
+        check_tensor("residual", residual, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+        check_last_axis_contiguous("residual", residual)
+
+
+def check_rotary(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor
+) -> None:
+    """Check the arguments of the rotary embedding."""
+    check_tensor("q", q, shape=(None, None, None), dtype=FLOAT_DTYPES)
+    num_tokens, _, head_size = q.shape
+    check_tensor("k", k, shape=(num_tokens, None, head_size), dtype=q.dtype, device=q.device)
+    check_last_axis_contiguous("q", q)
+    check_last_axis_contiguous("k", k)
+    check_tensor("positions", positions, shape=(num_tokens,), dtype=torch.int64, device=q.device)
+    check_last_axis_contiguous("positions", positions)
+    check_tensor("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=q.device)
+    check_last_axis_contiguous("cos_sin", cos_sin)
+    rotary_size = cos_sin.shape[1]
+    if rotary_size % 2 or rotary_size > head_size:
+        raise ValueError(f"cos_sin: expected an even width up to {head_size}, got {rotary_size}")
+
+
+def check_gate_up(x: torch.Tensor) -> None:
+    """Check the argument of the gated activations."""
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
+    check_last_axis_contiguous("x", x)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x: expected an even last axis (gate | up), got {list(x.shape)}")
+
+
+def check_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> None:
+    """Check the two partial attention results of a merge."""
+    check_tensor("out_a", out_a, shape=(None, None, None), dtype=FLOAT_DTYPES)
+    check_tensor("out_b", out_b, shape=tuple(out_a.shape), dtype=out_a.dtype, device=out_a.device)
+    check_last_axis_contiguous("out_a", out_a)
+    check_last_axis_contiguous("out_b", out_b)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(
+            name, lse, shape=tuple(out_a.shape[:2]), dtype=torch.float32, device=out_a.device
+        )

@@ -14,6 +14,10 @@ from ..runtime.params import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
+    """Where a sequence stands. The value is what a caller sees as finish_reason."""
+
+    is_finished: bool
+
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
@@ -22,12 +26,8 @@ class SequenceStatus(enum.Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_REJECTED = "rejected"
 
-    @property
-    def is_finished(self) -> bool:
-        return self not in _LIVE
-
-
-_LIVE = frozenset((SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED))
+    def __init__(self, value: str) -> None:
+        self.is_finished = value not in ("waiting", "running", "swapped")
 
 
 class Sequence:

@@ -1,0 +1,43 @@
+"""The public ops: paged attention and what a transformer needs around it. See `ops` for every argument.
+
+Names are imported on first use. A program started in the repository's root finds this folder under the bare name
+`kernels` too, which is another package's name that transformers probes for; probing must not register our ops twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ops import (
+        copy_blocks,
+        fused_add_rms_norm,
+        merge_attention_states,
+        paged_attention,
+        reshape_and_cache,
+        rms_norm,
+        rotary_embedding,
+        silu_and_mul,
+        swap_blocks,
+    )
+
+__all__ = [
+    "copy_blocks",
+    "fused_add_rms_norm",
+    "merge_attention_states",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "swap_blocks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import ops
+
+    value = globals()[name] = getattr(ops, name)
+    return value

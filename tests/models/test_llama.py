@@ -1,0 +1,133 @@
+"""Tiny random models, saved by transformers, must give transformers' logits through paged KV in any chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from octavo.models import load_model, resolve_model
+from octavo.tests.models.paged import PagedRun
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+SIZES = dict(
+    vocab_size=199,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+LINEAR = dict(rope_type="linear", rope_theta=1000.0, factor=3.0)
+
+CASES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
+    "llama-head-dim-32": (LlamaForCausalLM, LlamaConfig, dict(head_dim=32)),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
+    "llama-rope-linear": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=LINEAR)),
+    "llama-rope-llama3": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=LLAMA3)),
+    "mistral-window-5": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
+    "mistral-no-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+}
+
+
+def save(directory: Path, case: str, dtype: torch.dtype = torch.float32, **save_options):
+    """A model with random parameters, biases and norms included, as transformers writes it."""
+    model_class, config_class, changes = CASES[case]
+    torch.manual_seed(0)
+    model = model_class(config_class(**(SIZES | changes))).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(directory, **save_options)
+    return model
+
+
+def sequences(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
+
+
+@torch.inference_mode()
+def expected_logits(hf, tokens: torch.Tensor) -> torch.Tensor:
+    return hf(tokens[None]).logits[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_in_chunks_and_decode(case: str, tmp_path: Path) -> None:
+    hf = save(tmp_path, case)
+    model, config = load_model(resolve_model(str(tmp_path)))
+    tokens = sequences(23, 9, 14)
+    run = PagedRun(model, config, tokens)
+    schedule = [
+        [(0, 7), (1, 5)],
+        [(1, 1), (0, 6), (2, 3)],
+        [(1, 1), (0, 5), (2, 11)],
+        [(0, 1), (1, 1)],
+        [(0, 1), (1, 1)],
+        [(0, 1)],
+        [(0, 2)],
+    ]
+    got: list[list[torch.Tensor]] = [[], [], []]
+    for chunks in schedule:
+        for (sequence, _), logits in zip(chunks, run.step(chunks), strict=True):
+            got[sequence].append(logits)
+    for sequence, parts in zip(tokens, got, strict=True):
+        expected = expected_logits(hf, sequence)
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_checkpoint_keeps_its_dtype_unless_told(tmp_path: Path) -> None:
+    save(tmp_path, "llama", torch.bfloat16)
+    source = resolve_model(str(tmp_path))
+    kept, _ = load_model(source)
+    assert {parameter.dtype for parameter in kept.parameters()} == {torch.bfloat16}
+    model, config = load_model(source, torch.float32)
+    (tokens,) = sequences(17)
+    (logits,) = PagedRun(model, config, [tokens]).step([(0, 17)])
+    hf = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits, expected_logits(hf, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_sharded_checkpoint_equals_whole(tmp_path: Path) -> None:
+    save(tmp_path / "whole", "llama-tied")
+    save(tmp_path / "sharded", "llama-tied", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    (tokens,) = sequences(9)
+    got = []
+    for name in ("whole", "sharded"):
+        model, config = load_model(resolve_model(str(tmp_path / name)))
+        got += PagedRun(model, config, [tokens]).step([(0, 9)])
+    assert torch.equal(*got)
+
+
+def test_packed_weights_are_the_same_weights(tmp_path: Path) -> None:
+    save(tmp_path, "llama-biases")
+    source = resolve_model(str(tmp_path))
+    plain, config = load_model(source, pack=False)
+    packed, _ = load_model(source)
+    assert packed.lm_head.is_packed == torch.backends.mkldnn.is_available()
+    (tokens,) = sequences(13)
+    for size in (1, 2, 5, 13):
+        results = [PagedRun(m, config, [tokens]).step([(0, size)])[0] for m in (plain, packed)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    for a, b in zip(plain.parameters(), packed.parameters(), strict=False):
+        assert torch.equal(a, b.to_dense() if b.is_mkldnn else b)

@@ -1,0 +1,212 @@
+"""The whole engine on real weights, against transformers and against itself under every disturbance."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from octavo import LLM, SamplingParams
+from octavo.models.weights import FetchError, resolve_model
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time there was a printer who",
+    "1, 2, 3, 4, 5,",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "Water boils at a temperature of",
+    "In the beginning of the 20th century,",
+    "A paged KV cache stores",
+    "Dear Sir or Madam,\n\nI am writing",
+    "The chemical symbol of gold is",
+    "Über den Wolken muss die Freiheit",
+    "Question: What is the largest planet?\nAnswer:",
+]
+NEAR_TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def model_name() -> str:
+    try:
+        resolve_model("smollm2-135m")
+    except FetchError as error:
+        pytest.skip(f"the demo model could not be fetched: {error}")
+    return "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def llm(model_name) -> LLM:
+    return LLM(model_name, max_model_len=1024)
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same_but_for_ties(reference, prompts: list[list[int]], got: list[list[int]], want: list[list[int]], tie: float) -> int:
+    """Tokens are equal, or part where the reference's two best logits are closer than `tie`; returns how many parted."""
+    ties = 0
+    for prompt, a, b in zip(prompts, got, want, strict=True):
+        assert len(a) == len(b)
+        part = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        if part is not None:
+            with torch.inference_mode():
+                best = reference(torch.tensor([prompt + b[:part]])).logits[0, -1].topk(2).values
+            assert best[0] - best[1] < tie, f"token {part}: {a[part]} against {b[part]}, best logits {best.tolist()}"
+            ties += 1
+    return ties
+
+
+def test_greedy_tokens_equal_transformers(llm, hf_smollm2):
+    """12 prompts x 48 tokens, the same dequantised weights, read by transformers' own GGUF loader."""
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    ours = token_ids(llm.generate(PROMPTS, greedy(48)))
+    theirs = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            out = hf_smollm2.generate(
+                torch.tensor([prompt]), max_new_tokens=48, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+            theirs.append(out[0, len(prompt) :].tolist())
+    ties = assert_same_but_for_ties(hf_smollm2, prompts, ours, theirs, NEAR_TIE)
+    print(f"{ties} of {len(prompts)} comparisons ended by a near-tie")
+
+
+def mixed_prompts(llm: LLM, count: int, prefix: int = 0) -> list[list[int]]:
+    text = " ".join(PROMPTS) * 6
+    ids = llm.tokenizer.encode(text)
+    return [ids[:prefix] + ids[7 * i : 7 * i + 3 + (29 * i) % 60] for i in range(count)]
+
+
+def solo_runs(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    return [token_ids(llm.generate([prompt], greedy(tokens)))[0] for prompt in prompts]
+
+
+def test_32_requests_in_a_pool_that_forces_preemption_equal_their_solo_runs(llm, model_name, hf_smollm2):
+    prompts = mixed_prompts(llm, 32)
+    small = LLM(model_name, max_num_batched_tokens=64, num_gpu_blocks=40, max_model_len=512, enable_prefix_caching=False)
+    outputs = small.generate(prompts, greedy(24))
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert small.stats().num_used_blocks == 0
+    assert_same_but_for_ties(hf_smollm2, prompts, token_ids(outputs), solo_runs(llm, prompts, 24), 1e-4)
+
+
+def test_shared_prefix_is_not_recomputed_and_changes_nothing(llm, model_name, hf_smollm2):
+    prompts = mixed_prompts(llm, 32, prefix=200)
+    small = LLM(model_name, max_num_batched_tokens=64, num_gpu_blocks=60, max_model_len=512)
+    outputs = small.generate(prompts, greedy(12))
+    cached = sum(output.num_cached_tokens for output in outputs)
+    fed = small.stats().num_batched_tokens
+    total = sum(len(prompt) + 11 for prompt in prompts)
+    print(f"{cached} of {sum(map(len, prompts))} prompt tokens came from the cache; {fed} of {total} tokens were fed")
+    assert cached > 4000
+    assert fed < total - 4000
+    solo = LLM(model_name, max_model_len=512, enable_prefix_caching=False)
+    assert_same_but_for_ties(hf_smollm2, prompts, token_ids(outputs), solo_runs(solo, prompts, 12), 1e-4)
+
+
+def test_seeded_samples_do_not_depend_on_company(llm):
+    """n = 3 with one stored prompt: each sample equals the solo run with seed + i (B25)."""
+    params = SamplingParams(n=3, seed=11, max_tokens=8, temperature=0.9, top_p=0.95)
+    prompt = PROMPTS[1]
+    [together, *_] = llm.generate([prompt, *PROMPTS[2:5]], [params, greedy(8), greedy(5), SamplingParams(max_tokens=9)])
+    for index, completion in enumerate(together.outputs):
+        alone = llm.generate([prompt], SamplingParams(seed=11 + index, max_tokens=8, temperature=0.9, top_p=0.95))
+        assert completion.index == index
+        assert completion.token_ids == alone[0].outputs[0].token_ids
+        assert completion.text == alone[0].outputs[0].text
+    assert len({tuple(completion.token_ids) for completion in together.outputs}) == 3
+
+
+def test_log_probabilities_are_those_of_the_model(llm, hf_smollm2):
+    [output] = llm.generate([PROMPTS[0]], greedy(6))
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    with torch.inference_mode():
+        logprobs = hf_smollm2(torch.tensor([ids])).logits[0].log_softmax(-1)
+    start = len(output.prompt_token_ids)
+    expected = sum(float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids)))
+    assert output.outputs[0].cumulative_logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_stream_grows_to_what_generate_returns(llm):
+    params = SamplingParams(max_tokens=20, temperature=0, stop=["Paris and"])
+    final = llm.generate(PROMPTS[:3], params)
+    texts = ["", "", ""]
+    for place, output in llm.stream(PROMPTS[:3], params):
+        assert output.outputs[0].text.startswith(texts[place])
+        texts[place] = output.outputs[0].text
+    assert texts == [output.outputs[0].text for output in final]
+    assert [output.prompt for output in final] == PROMPTS[:3]
+
+
+def test_closing_a_stream_aborts_what_is_left(llm):
+    stream = llm.stream(PROMPTS[:2], greedy(400))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished()
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_end_of_sequence_ends_a_chat(llm):
+    [output] = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(max_tokens=120, temperature=0))
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert "<|" not in output.outputs[0].text
+    assert output.outputs[0].text
+
+
+def test_one_bad_prompt_stops_the_call_before_anything_runs(llm):
+    steps = llm.stats().num_steps
+    with pytest.raises(ValueError, match=r"prompt 1: .*empty"):
+        llm.generate(["fine", [], "also fine"], greedy(4))
+    with pytest.raises(ValueError, match=r"prompt 0: .*2000 tokens and one to generate"):
+        llm.generate([[5] * 2000], greedy(4))
+    with pytest.raises(ValueError, match="sampling_params: expected one, or one for each of 2"):
+        llm.generate(["a", "b"], [greedy(1)] * 3)
+    assert llm.stats().num_steps == steps
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "tpu"}, "device"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"max_model_len": 9000}, r"max_model_len: expected 1 to 8192"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(model_name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(model_name, **changes)
+
+
+_TWO_PROMPTS = """
+import sys
+from octavo import LLM, SamplingParams
+llm = LLM("smollm2-135m", max_model_len=256, dtype=sys.argv[1])
+for output in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=4, temperature=0)):
+    print(output.outputs[0].token_ids)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interpreted_kernels_give_the_same_tokens(model_name, dtype):
+    """The Triton kernels themselves run, interpreted, on the real weights; bf16 is right there too."""
+
+    def run(backend: str) -> str:
+        env = {**os.environ, "OCTAVO_BACKEND": backend}
+        env.pop("TRITON_INTERPRET", None)
+        done = subprocess.run([sys.executable, "-c", _TWO_PROMPTS, dtype], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("interpret") == run("auto")

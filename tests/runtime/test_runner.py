@@ -1,0 +1,92 @@
+"""The runner moves blocks before it writes, and launches nothing for a stale snapshot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from octavo.runtime.kv_pool import KVPool
+from octavo.runtime.metadata import SequenceData, SequenceGroupMetadata, StaleMetadataError
+from octavo.runtime.params import SamplingParams
+from octavo.runtime.runner import ModelRunner
+
+
+class EchoModel:
+    """Writes its input ids as K of layer 0 and answers each token with the next id."""
+
+    def __call__(self, args, kv):
+        k_cache, _ = kv.layer(0)
+        k_cache.flatten(0, 1)[args.slot_mapping, 0, 0] = args.input_ids.float()
+        return args.input_ids.float()[:, None]
+
+    def compute_logits(self, hidden):
+        return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, 100).float()
+
+
+def snapshot(tokens, table, generation_id=0) -> SequenceGroupMetadata:
+    return SequenceGroupMetadata(
+        request_id="r",
+        is_prompt=True,
+        seq_data={0: SequenceData(np.array(tokens, np.int32), np.zeros(0, np.int32), 0, 0.0, np.zeros(0))},
+        block_tables={0: np.array(table, np.int32)},
+        sampling_params=SamplingParams(temperature=0),
+        token_chunk_size=len(tokens),
+        computed_block_nums=np.zeros(0, np.int32),
+        do_sample=True,
+        generation_id=generation_id,
+    )
+
+
+@pytest.fixture
+def pools():
+    pool = KVPool(6, 1, 2, 1, 4, torch.float32)
+    host = KVPool(4, 1, 2, 1, 4, torch.float32)
+    pool.data[:] = torch.arange(6.0).view(6, 1, 1, 1, 1, 1)
+    host.data[:] = 100 + torch.arange(4.0).view(4, 1, 1, 1, 1, 1)
+    return pool, host
+
+
+def test_a_step_answers_in_row_order(pools):
+    runner = ModelRunner(EchoModel(), pools[0])
+    out = runner.execute([snapshot([7, 8, 9], [2, 3])], generation_of=lambda _: 0)
+    assert out.token_ids.tolist() == [10]
+    assert pools[0].layer(0)[0][2, :, 0, 0].tolist() == [7, 8]
+
+
+def test_blocks_move_in_order_and_before_the_writes(pools):
+    """Swap in, swap out, copy, then the step's own writes (B29)."""
+    pool, host = pools
+    ModelRunner(EchoModel(), pool, host).execute(
+        [snapshot([50], [3])],
+        blocks_to_swap_out=[(4, 1)],
+        blocks_to_copy=[(3, 5)],
+        generation_of=lambda _: 0,
+    )
+    assert host.data[1].unique().tolist() == [4]
+    assert pool.data[5].unique().tolist() == [3], "copied before 50 was written to block 3"
+    assert pool.layer(0)[0][3, 0, 0, 0] == 50
+    ModelRunner(EchoModel(), pool, host).execute(
+        [snapshot([51], [3])], blocks_to_swap_in=[(2, 1)], blocks_to_copy=[(1, 2)], generation_of=lambda _: 0
+    )
+    assert pool.data[1].unique().tolist() == [102]
+    assert pool.data[2].unique().tolist() == [102], "copies come after swaps"
+
+
+@pytest.mark.parametrize("current", [1, None])
+def test_a_stale_snapshot_touches_nothing(pools, current):
+    """Article 5.2: the version is checked right before the launch."""
+    pool, _ = pools
+    before = pool.data.clone()
+    with pytest.raises(StaleMetadataError) as error:
+        ModelRunner(EchoModel(), pool).execute(
+            [snapshot([7], [2])], blocks_to_copy=[(3, 4)], generation_of=lambda _: current
+        )
+    assert (error.value.request_id, error.value.issued, error.value.current) == ("r", 0, current)
+    assert torch.equal(pool.data, before)
+
+
+def test_swapping_needs_a_host_pool(pools):
+    with pytest.raises(ValueError, match="host pool"):
+        ModelRunner(EchoModel(), pools[0]).execute(
+            [snapshot([7], [2])], blocks_to_swap_in=[(1, 1)], generation_of=lambda _: 0
+        )
