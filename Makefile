@@ -19,8 +19,9 @@ demo: $(VENV)/installed
 		"A paged KV cache is" \
 		"Once upon a time, a printer folded a sheet into eight leaves and"
 
+# One thread for each of the two workers: with more threads than cores, every parallel loop of torch waits for a core.
 test: $(VENV)/installed-test
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -42,10 +42,12 @@ def check_tensor(
 ) -> None:
     """Require `tensor` to have this shape (None: any size), one of these dtypes, and to be on this device."""
     shape_ok = shape is None or tensor.shape == shape or _fits(tensor.shape, shape)
-    dtype_ok = dtype is None or tensor.dtype == dtype or (type(dtype) is tuple and tensor.dtype in dtype)
+    dtype_ok = (
+        dtype is None or tensor.dtype == dtype or (type(dtype) is tuple and tensor.dtype in dtype)
+    )
     device_ok = device is None or tensor.device == device
     if not (shape_ok and dtype_ok and device_ok):
-        expected = _describe(shape, dtype, device)
+        expected = _describe(shape, dtype, None if device_ok else device)
         got = _describe(tuple(tensor.shape), tensor.dtype, None if device_ok else tensor.device)
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
@@ -64,12 +66,21 @@ def check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name}: expected a positive number or None, got {value}")
 
 
-def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, *, device: torch.device) -> None:
-    """Require [num_blocks, block_size, num_kv_heads, head_size] of one dtype; only the head sizes may differ."""
-    check_tensor("k_cache", k_cache, shape=(None, None, None, None), device=device)
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
-    shape = (num_blocks, block_size, num_kv_heads, None)
-    check_tensor("v_cache", v_cache, shape=shape, dtype=k_cache.dtype, device=device)
+def check_caches(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    heads: int | None,
+    head_size: int,
+    head_size_v: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Require [num_blocks, block_size, num_kv_heads, head_size], alike for K and V but for the head size."""
+    shape = (None, None, heads, head_size)
+    check_tensor("k_cache", k_cache, shape=shape, dtype=dtype, device=device)
+    shape = (*k_cache.shape[:3], head_size_v)
+    check_tensor("v_cache", v_cache, shape=shape, dtype=dtype, device=device)
     check_last_axis_contiguous("k_cache", k_cache)
     check_last_axis_contiguous("v_cache", v_cache)
 
@@ -91,12 +102,17 @@ def check_attention(
     device = q.device
     check_tensor("q", q, shape=(None, None, None), dtype=FLOAT_DTYPES)
     check_last_axis_contiguous("q", q)
-    check_caches(k_cache, v_cache, device=device)
     num_tokens, num_q_heads, head_size = q.shape
-    _, block_size, num_kv_heads, head_size_v = v_cache.shape
-    check_tensor(
-        "k_cache", k_cache, shape=(None, block_size, num_kv_heads, head_size), dtype=q.dtype
+    check_caches(
+        k_cache,
+        v_cache,
+        heads=None,
+        head_size=head_size,
+        head_size_v=None,
+        dtype=q.dtype,
+        device=device,
     )
+    num_kv_heads, head_size_v = v_cache.shape[2:]
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} heads"
@@ -149,9 +165,16 @@ def check_key_value(
     check_tensor("v", v, shape=(*k.shape[:2], None), dtype=k.dtype, device=device)
     check_last_axis_contiguous("k", k)
     check_last_axis_contiguous("v", v)
-    check_caches(k_cache, v_cache, device=device)
-    check_tensor("k_cache", k_cache, shape=(None, None, *k.shape[1:]), dtype=k.dtype)
-    check_tensor("v_cache", v_cache, shape=(None, None, *v.shape[1:]), dtype=v.dtype)
+    _, heads, head_size = k.shape
+    check_caches(
+        k_cache,
+        v_cache,
+        heads=heads,
+        head_size=head_size,
+        head_size_v=v.shape[2],
+        dtype=k.dtype,
+        device=device,
+    )
     check_tensor("slot_mapping", slot_mapping, shape=(None,), dtype=torch.int64, device=device)
     check_last_axis_contiguous("slot_mapping", slot_mapping)
     if slot_mapping.shape[0] > k.shape[0]:

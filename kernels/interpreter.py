@@ -191,20 +191,19 @@ def exact() -> None:
     builder = _interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True)
     _patch_casts()
-    _Builder.unary_op = _in_float32(_Builder.unary_op, 1)
-    _Builder.binary_op = _in_float32(_Builder.binary_op, 2)
-    _Builder.ternary_op = _in_float32(_Builder.ternary_op, 3)
+    for name, num_operands in (("unary_op", 1), ("binary_op", 2), ("ternary_op", 3)):
+        setattr(_Builder, name, _in_float32(getattr(_Builder, name), num_operands))
 
     plain_dot, plain_sum = _Builder.create_dot, _interpreter.ReduceOps.sum
 
     def dot(self, a, b, d, *options, **keywords):
         return plain_dot(self, _widen(a), _widen(b), d, *options, **keywords)
 
-    def reduce_sum(self, tensor):
-        dtype = tensor.dtype.scalar
+    def reduce_sum(self, input):
+        dtype = input.dtype.scalar
         if dtype not in _TORCH_DTYPE:
-            return plain_sum(self, tensor)
-        values = to_float32(tensor.handle.data, dtype)
+            return plain_sum(self, input)
+        values = to_float32(input.handle.data, dtype)
         total = np.asarray(np.sum(values, axis=self.axis, keepdims=self.keep_dims))
         return self.to_tensor(from_float32(total, dtype), dtype)
 

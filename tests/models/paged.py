@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from octavo.runtime.kv_pool import KVPool
 from octavo.runtime.launch_args import LaunchArgs
 

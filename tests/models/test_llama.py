@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from octavo.models import load_model, resolve_model
-from octavo.tests.models.paged import PagedRun
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +14,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from octavo.models import load_model, resolve_model
+from octavo.tests.models.paged import PagedRun
 
 SIZES = dict(
     vocab_size=199,

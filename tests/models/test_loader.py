@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from octavo.models import Linear, load_model, resolve_model
-from octavo.tests.models.test_llama import save
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from octavo.models import Linear, load_model, resolve_model
+from octavo.tests.models.test_llama import save
 
 
 @pytest.fixture
@@ -84,7 +85,9 @@ def test_no_weights(checkpoint: Path) -> None:
 
 def test_unknown_architecture_names_the_known_ones(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"architectures": ["NeoForCausalLM"]}))
+    (checkpoint / "config.json").write_text(
+        json.dumps(config | {"architectures": ["NeoForCausalLM"]})
+    )
     with pytest.raises(ValueError, match=r"LlamaForCausalLM, .*got NeoForCausalLM"):
         load_model(resolve_model(str(checkpoint)))
 
@@ -93,10 +96,16 @@ def test_unknown_architecture_names_the_known_ones(checkpoint: Path) -> None:
     ("field", "value", "message"),
     [
         ("hidden_act", "gelu", "hidden_act: expected 'silu', got 'gelu'"),
-        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}, "got 'dynamic'"),
+        (
+            "rope_parameters",
+            {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0},
+            "got 'dynamic'",
+        ),
     ],
 )
-def test_unsupported_configuration(checkpoint: Path, field: str, value: object, message: str) -> None:
+def test_unsupported_configuration(
+    checkpoint: Path, field: str, value: object, message: str
+) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(ValueError, match=message):
@@ -113,7 +122,9 @@ def test_model_class_of_ones_own(tmp_path: Path) -> None:
             self.block = nn.ModuleDict({"ab": Linear(3, {"a": 2, "b": 1}, bias=True)})
             self.ab = Linear(3, {"c": 4})
 
-    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama", architectures=["Own"])))
+    (tmp_path / "config.json").write_text(
+        json.dumps(dict(model_type="llama", architectures=["Own"]))
+    )
     tensors = {
         "scale": torch.randn(3),
         "block.a.weight": torch.randn(2, 3),
@@ -127,7 +138,9 @@ def test_model_class_of_ones_own(tmp_path: Path) -> None:
     assert config.model_type == "llama"
     fused = model.block["ab"]
     assert torch.equal(model.scale, tensors["scale"])
-    assert torch.equal(fused.weight, torch.cat((tensors["block.a.weight"], tensors["block.b.weight"])))
+    assert torch.equal(
+        fused.weight, torch.cat((tensors["block.a.weight"], tensors["block.b.weight"]))
+    )
     assert torch.equal(fused.bias, torch.cat((tensors["block.a.bias"], tensors["block.b.bias"])))
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.get_default_dtype() == torch.float32

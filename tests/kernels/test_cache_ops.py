@@ -1,0 +1,158 @@
+"""Writes to the cache and copies of whole blocks: exact, to the right place, and to no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.kernels import block_copy, block_swap, cache_write, cpu, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["cpu", "triton"])
+
+
+def device_of(implementation: str) -> str:
+    return "cpu" if implementation == "cpu" else DEVICE
+
+
+def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 64, 64, 16), (1, 80, 80, 5), (2, 48, 32, 1), (8, 128, 128, 32)], ids=str
+)
+def test_reshape_and_cache(implementation, num_tokens, dtype, shape) -> None:
+    """B77: padding slots (-1) write nothing; every slot but the named ones is a canary."""
+    num_kv_heads, head_size, head_size_v, block_size = shape
+    device = device_of(implementation)
+    num_blocks = 64 // block_size + 2
+    pool = torch.full((num_blocks, 2, 3, num_kv_heads, block_size, head_size), float("nan")).to(
+        dtype
+    )
+    expected_k = pool[:, 0, 1].transpose(1, 2)
+    expected_v = pool[:, 1, 2].transpose(1, 2)[..., :head_size_v]
+    qkv = torch.randn(num_tokens, 5 * num_kv_heads, head_size).to(dtype)
+    k, v = qkv[:, :num_kv_heads], qkv[:, -num_kv_heads:, :head_size_v]
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens]
+    slots[2::4] = -1
+    moved = pool.to(device)
+    k_cache, v_cache = (
+        moved[:, 0, 1].transpose(1, 2),
+        moved[:, 1, 2].transpose(1, 2)[..., :head_size_v],
+    )
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    write(k.to(device), v.to(device), k_cache, v_cache, slots.to(device))
+    reference.reshape_and_cache(k, v, expected_k, expected_v, slots)
+    exactly(moved, pool)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("num_slots", [0, 1, 5])
+def test_rows_beyond_the_slot_mapping_are_padding(implementation, num_slots) -> None:
+    """B78: the number of rows is that of slot_mapping; rows of k and v past it are ignored."""
+    device = device_of(implementation)
+    cache = torch.zeros(4, 4, 2, 16)
+    k = torch.randn(9, 2, 16)
+    slots = torch.arange(num_slots) * 3
+    k_cache, v_cache = cache.to(device).clone(), cache.to(device).clone()
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    write(k.to(device), -k.to(device), k_cache, v_cache, slots.to(device))
+    expected = cache.clone()
+    reference.reshape_and_cache(k, -k, expected, torch.empty_like(cache), slots)
+    exactly(k_cache, expected)
+    exactly(v_cache, -expected)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("block", [(1,), (3,), (2, 2, 16, 3, 8), (5000,)], ids=str)
+def test_copy_blocks(implementation, dtype, block) -> None:
+    """B28, B29: one source may go to several blocks; nothing but the destinations changes."""
+    device = device_of(implementation)
+    pool = torch.randint(0, 100, (9, *block)).to(dtype)
+    pairs = torch.tensor([[1, 2], [1, 5], [8, 0], [3, 7]])
+    copied = pool.to(device).clone()
+    copy = cpu.copy_blocks if implementation == "cpu" else block_copy.copy_blocks
+    copy(copied, pairs)
+    reference.copy_blocks(pool, pairs)
+    exactly(copied, pool)
+    copy(copied, pairs[:0])
+    exactly(copied, pool)
+
+
+@IMPLEMENTATIONS
+def test_copy_blocks_of_a_strided_pool(implementation) -> None:
+    """A pool whose blocks are contiguous but not adjacent, at an odd address."""
+    device = device_of(implementation)
+    whole = torch.randint(0, 255, (6, 101), dtype=torch.uint8)
+    copied = whole.to(device).clone()
+    pairs = torch.tensor([[0, 3], [5, 1]])
+    copy = cpu.copy_blocks if implementation == "cpu" else block_copy.copy_blocks
+    copy(copied[:, 1:90], pairs)
+    reference.copy_blocks(whole[:, 1:90], pairs)
+    exactly(copied, whole)
+
+
+@pytest.mark.parametrize("by_kernel", [None, False, True], ids=["cpu", "copies", "kernel"])
+def test_swap_blocks(by_kernel) -> None:
+    device = "cpu" if by_kernel is None else DEVICE
+    host = torch.randn(4, 3, 20)
+    host = host.pin_memory() if device == "cuda" else host
+    pool = torch.randn(7, 3, 20)
+    out_pairs, in_pairs = (
+        torch.tensor([[6, 0], [0, 3], [2, 1]]),
+        torch.tensor([[3, 5], [0, 6], [3, 1]]),
+    )
+    moved_pool, moved_host = pool.to(device).clone(), host.clone()
+    moved_host = moved_host.pin_memory() if device == "cuda" else moved_host
+
+    def swap(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+        if by_kernel is None:
+            cpu.swap_blocks(source, destination, pairs)
+        else:
+            plan = block_swap.SwapPlan(by_kernel=by_kernel)
+            block_swap.swap_blocks(source, destination, pairs, plan=plan)
+
+    swap(moved_pool, moved_host, out_pairs)
+    swap(moved_host, moved_pool, in_pairs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    reference.swap_blocks(pool, host, out_pairs)
+    reference.swap_blocks(host, pool, in_pairs)
+    exactly(moved_host, host)
+    exactly(moved_pool, pool)
+
+
+BAD_PAIRS = {
+    "source past the end": [[4, 1]],
+    "source negative": [[-1, 1]],
+    "destination past the end": [[1, 4]],
+    "destination negative": [[1, -1]],
+    "two writers": [[1, 2], [3, 2]],
+    "chain": [[1, 2], [2, 3]],
+    "itself": [[1, 1]],
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("pairs", BAD_PAIRS.values(), ids=BAD_PAIRS.keys())
+def test_a_bad_copy_is_refused_before_anything_moves(implementation, pairs) -> None:
+    """B29: a destination that is also read would make the result depend on the order."""
+    pool = torch.randn(4, 6, device=device_of(implementation))
+    before = pool.clone()
+    copy = cpu.copy_blocks if implementation == "cpu" else block_copy.copy_blocks
+    with pytest.raises(ValueError, match="pairs: expected"):
+        copy(pool, torch.tensor([[0, 3], *pairs] if pairs[0][1] != 3 else pairs))
+    exactly(pool, before.cpu())
+
+
+def test_widest_word() -> None:
+    pool = torch.zeros(4, 24, dtype=torch.bfloat16)
+    assert block_copy.widest_word(pool) == 8
+    assert block_copy.widest_word(pool[:, :2]) == 4
+    assert block_copy.widest_word(pool, pool[:, 1:9]) == 2
+    assert block_copy.widest_word(torch.zeros(4, 3, dtype=torch.uint8)) == 1

@@ -1,0 +1,231 @@
+"""The ops as torch sees them: schemas, fakes, compilation, backends, and errors that name the argument."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.kernels import ops
+from octavo.tests.kernels.cases import Batch
+
+BATCH = {"seq_lens": [5, 9, 20], "query_lens": [1, 4, 20], "num_q_heads": 3, "num_kv_heads": 1}
+
+
+def op_arguments() -> dict[str, tuple[Any, ...]]:
+    """Example arguments of every registered op."""
+    batch = Batch(**BATCH)
+    state = torch.randn(4, 2, 8), torch.randn(4, 2)
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    index = (batch.query_start_loc, batch.seq_lens_tensor, batch.block_tables)
+    out, lse = torch.zeros(25, 3, 32), torch.zeros(25, 3)
+    attention = (
+        batch.q,
+        batch.k_cache.nan_to_num(),
+        batch.v_cache.nan_to_num(),
+        *index,
+        20,
+        20,
+        0.2,
+        True,
+    )
+    return {
+        "paged_attention": (*attention, 7, 2.0, torch.rand(3), torch.randn(3), 1, out, lse),
+        "merge_attention_states": (*state, *state),
+        "reshape_and_cache": (
+            torch.randn(4, 2, 8),
+            torch.randn(4, 2, 8),
+            torch.zeros(3, 4, 2, 8),
+            torch.zeros(3, 4, 2, 8),
+            torch.tensor([3, -1, 7, 8]),
+        ),
+        "copy_blocks": (torch.randn(4, 6), torch.tensor([[0, 1], [0, 2]])),
+        "swap_blocks": (torch.randn(4, 6), torch.randn(3, 6), torch.tensor([[3, 1], [0, 2]])),
+        "rms_norm": (x, weight, 1e-5),
+        "fused_add_rms_norm": (x, x.clone(), weight, 1e-5),
+        "rotary_embedding": (
+            torch.arange(4),
+            torch.randn(4, 3, 8),
+            torch.randn(4, 1, 8),
+            torch.randn(9, 8),
+            True,
+        ),
+        "silu_and_mul": (x,),
+    }
+
+
+@pytest.mark.parametrize("name", kernels.__all__)
+def test_opcheck(name) -> None:
+    torch.library.opcheck(getattr(torch.ops.octavo, name).default, op_arguments()[name])
+
+
+def test_opcheck_of_attention_without_options() -> None:
+    arguments = list(op_arguments()["paged_attention"])
+    arguments[10:14] = [None] * 4
+    arguments[-1] = None
+    torch.library.opcheck(torch.ops.octavo.paged_attention.default, tuple(arguments))
+
+
+def layer(
+    batch: Batch, qkv: torch.Tensor, caches, slots, positions, weight, cos_sin
+) -> torch.Tensor:
+    """One attention layer, as a model would write it."""
+    normed, residual = kernels.fused_add_rms_norm(qkv, qkv, weight, 1e-5)
+    q, k, v = normed.unflatten(-1, (5, 32)).split([3, 1, 1], dim=1)
+    kernels.rotary_embedding(positions, q, k, cos_sin)
+    kernels.reshape_and_cache(k, v, *caches, slots)
+    out, lse = kernels.paged_attention(q, *caches, **batch.arguments, return_lse=True)
+    out, _ = kernels.merge_attention_states(out, lse, out, lse)
+    gated = kernels.silu_and_mul(kernels.rms_norm(residual, weight, 1e-5))
+    return out.sum() + gated.sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_is_one_graph_and_gives_the_same(backend) -> None:
+    batch = Batch(**BATCH, num_decodes=1)
+    slots = [
+        int(batch.block_tables[row, i // 16]) * 16 + i % 16
+        for row, (length, queries) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True))
+        for i in range(length - queries, length)
+    ]
+    angles = torch.randn(20, 16)
+    arguments = (
+        torch.randn(25, 160),
+        torch.tensor(slots),
+        torch.randint(0, 20, (25,)),
+        torch.rand(160),
+        torch.cat([angles.cos(), angles.sin()], dim=-1),
+    )
+    pool = torch.zeros(batch.k_cache.shape[0], 2, *batch.k_cache.shape[1:])
+    pools = pool, pool.clone()
+
+    def run(function, pool):
+        qkv, *rest = arguments
+        return function(batch, qkv, (pool[:, 0], pool[:, 1]), *rest)
+
+    expected = run(layer, pools[0])
+    actual = run(torch.compile(layer, fullgraph=True, backend=backend), pools[1])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pools[1], pools[0])
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "OCTAVO_BACKEND")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**env, **environment}, capture_output=True, text=True
+    )
+
+
+def test_triton_is_not_imported_for_cpu_tensors() -> None:
+    code = (
+        "import sys, torch, octavo.kernels as kernels\n"
+        "kernels.silu_and_mul(torch.randn(2, 8))\n"
+        "assert 'triton' not in sys.modules"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_interpreter_is_a_backend() -> None:
+    code = (
+        "import sys, torch, octavo.kernels as kernels\n"
+        "x = torch.randn(2, 8, dtype=torch.bfloat16)\n"
+        "gate, up = x.float().chunk(2, dim=-1)\n"
+        "expected = (torch.nn.functional.silu(gate) * up).bfloat16()\n"
+        "torch.testing.assert_close(kernels.silu_and_mul(x), expected)\n"
+        "assert 'octavo.kernels.activation' in sys.modules\n"
+        "assert callable(kernels.rms_norm) and callable(kernels.copy_blocks)"
+    )
+    done = run_python(code, OCTAVO_BACKEND="interpret")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    done = run_python("import octavo.kernels.ops", OCTAVO_BACKEND="gpu")
+    assert 'OCTAVO_BACKEND: expected "auto" or "interpret", got "gpu"' in done.stderr
+
+
+def attention_with(**changes: Any) -> None:
+    batch = Batch(**BATCH)
+    arguments = {
+        "q": batch.q,
+        "k_cache": batch.k_cache,
+        "v_cache": batch.v_cache,
+        **batch.arguments,
+    }
+    kernels.paged_attention(**{**arguments, **changes})
+
+
+BAD_ATTENTION = {
+    "q: expected": {"q": torch.randn(25, 3, 64)[..., ::2]},
+    "k_cache: expected float32": {"k_cache": torch.zeros(4, 16, 1, 32).half()},
+    "v_cache: expected": {"v_cache": torch.zeros(4, 8, 1, 32)},
+    "block_tables: expected int32": {"block_tables": torch.zeros(3, 9, dtype=torch.int64)},
+    "seq_lens: expected int32": {"seq_lens": torch.tensor([5, 9, 20])},
+    "query_start_loc: expected int32": {"query_start_loc": torch.zeros(3, dtype=torch.int32)},
+    "alibi_slopes: expected float32": {"alibi_slopes": torch.zeros(4)},
+    "sinks: expected": {"sinks": torch.zeros(3, dtype=torch.int32)},
+    "window: expected a positive": {"window": 0},
+    "softcap: expected a positive": {"softcap": -1.0},
+    "num_decodes: expected at most 3": {"num_decodes": 4},
+    "out: expected float32": {"out": torch.zeros(25, 3, 16)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_ATTENTION)
+@pytest.mark.parametrize("triton", [False, True], ids=["cpu", "triton"])
+def test_bad_attention_arguments(monkeypatch, message, triton) -> None:
+    """B81: an index tensor of another dtype or shape is refused, not read as garbage."""
+    if triton:
+        monkeypatch.setattr(ops, "_paged_attention", ops._triton_attention)
+    with pytest.raises(ValueError, match=message):
+        attention_with(**BAD_ATTENTION[message])
+
+
+def test_the_whole_message() -> None:
+    with pytest.raises(ValueError) as raised:
+        attention_with(block_tables=torch.zeros(2, 9, dtype=torch.int64))
+    assert str(raised.value) == "block_tables: expected int32 [3, *], got int64 [2, 9]"
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match="q: expected a multiple of 2 KV heads, got 3 heads"):
+        attention_with(k_cache=torch.zeros(4, 16, 2, 32), v_cache=torch.zeros(4, 16, 2, 32))
+
+
+X, CACHE, SLOTS = torch.randn(4, 2, 8), torch.zeros(3, 4, 2, 8), torch.arange(4)
+BAD_ARGUMENTS = {
+    "slot_mapping: expected int64": ("reshape_and_cache", (X, X, CACHE, CACHE, SLOTS.int())),
+    "slot_mapping: expected at most 4": (
+        "reshape_and_cache",
+        (X, X, CACHE, CACHE, torch.arange(5)),
+    ),
+    "k_cache: expected": ("reshape_and_cache", (X, X, CACHE[..., :4], CACHE[..., :4], SLOTS)),
+    "v: expected": ("reshape_and_cache", (X, X[:3], CACHE, CACHE, SLOTS)),
+    "pairs: expected int64": ("copy_blocks", (X, torch.zeros(2, 3, dtype=torch.int64))),
+    "dst_pool: expected": ("swap_blocks", (X, CACHE, torch.zeros(0, 2, dtype=torch.int64))),
+    "weight: expected": ("rms_norm", (X, torch.ones(4), 1e-5)),
+    "residual: expected": ("fused_add_rms_norm", (X, X[:2], torch.ones(8), 1e-5)),
+    "positions: expected int64": ("rotary_embedding", (SLOTS.int(), X, X, torch.zeros(9, 8))),
+    "cos_sin: expected an even width": ("rotary_embedding", (SLOTS, X, X, torch.zeros(9, 10))),
+    "x: expected an even last axis": ("silu_and_mul", (torch.zeros(2, 3),)),
+    "x: expected float32|float16|bfloat16": ("silu_and_mul", (torch.zeros(2, 4).double(),)),
+    "lse_b: expected float32": ("merge_attention_states", (X, X[..., 0], X, X[..., 0].double())),
+}
+
+
+@pytest.mark.parametrize("message", BAD_ARGUMENTS)
+def test_bad_arguments(message) -> None:
+    name, arguments = BAD_ARGUMENTS[message]
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        getattr(kernels, name)(*arguments)
+
+
+def test_a_plan_is_for_decodes_or_prefills_only() -> None:
+    with pytest.raises(ValueError, match="plan: expected decodes or prefills only"):
+        attention_with(num_decodes=1, plan=object())

@@ -1,0 +1,91 @@
+"""Launch choices: pure functions of integers, so tables of what they should give."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.kernels.activation import plan_silu_and_mul
+from octavo.kernels.block_copy import plan_copy_blocks
+from octavo.kernels.block_swap import plan_swap_blocks
+from octavo.kernels.cache_write import plan_reshape_and_cache
+from octavo.kernels.merge_states import plan_merge_attention_states
+from octavo.kernels.norm import plan_rms_norm
+from octavo.kernels.paged_decode import plan_paged_decode
+from octavo.kernels.paged_prefill import plan_paged_prefill
+from octavo.kernels.rotary import plan_rotary_embedding
+
+
+def is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 17])
+def test_attention_tiles(head_size, group) -> None:
+    for num_seqs in (1, 8, 300):
+        for max_seq_len in (1, 100, 4096, 131072):
+            plan = plan_paged_decode(
+                num_seqs=num_seqs,
+                num_kv_heads=8,
+                group=group,
+                head_size=head_size,
+                max_seq_len=max_seq_len,
+                num_sms=132,
+            )
+            assert is_power_of_two(plan.tile_kv) and is_power_of_two(plan.num_warps)
+            # a split has work for at least four tiles
+            assert plan.num_splits == 1 or plan.num_splits * 4 * plan.tile_kv <= max_seq_len
+    plan = plan_paged_prefill(group=group, head_size=head_size, element_size=2)
+    assert is_power_of_two(plan.rows) and plan.rows >= max(64, group)
+
+
+def test_decode_splits_fill_the_gpu_when_sequences_are_few() -> None:
+    def splits(num_seqs: int) -> int:
+        return plan_paged_decode(
+            num_seqs=num_seqs,
+            num_kv_heads=8,
+            group=4,
+            head_size=128,
+            max_seq_len=32768,
+            num_sms=132,
+        ).num_splits
+
+    assert splits(1) * 8 >= 2 * 132
+    assert splits(1) >= splits(8) >= splits(64) >= splits(4096) == 1
+
+
+def test_copies_grow_their_parts_with_the_number_of_pairs() -> None:
+    megabyte = 2**20 // 8
+    few = plan_copy_blocks(block_words=megabyte, num_pairs=1, num_sms=132)
+    many = plan_copy_blocks(block_words=megabyte, num_pairs=512, num_sms=132)
+    assert (few.tile_words, few.part_tiles, many.part_tiles) == (1024, 1, 8)
+    assert plan_copy_blocks(block_words=3, num_pairs=1, num_sms=132).tile_words == 4
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "num_pairs", "by_kernel"),
+    [(8 * 1024, 64, True), (8 * 1024, 4, False), (64 * 1024, 64, False), (737_280, 16, False)],
+)
+def test_swaps_use_the_kernel_for_many_small_blocks_only(block_bytes, num_pairs, by_kernel) -> None:
+    assert plan_swap_blocks(block_bytes=block_bytes, num_pairs=num_pairs).by_kernel is by_kernel
+
+
+def test_cache_writes_make_enough_programs_before_they_make_large_ones() -> None:
+    def tokens(num_slots: int) -> int:
+        return plan_reshape_and_cache(num_slots=num_slots, features=192, num_sms=132).tokens
+
+    assert tokens(1) == tokens(64) == 1
+    assert tokens(100_000) == 16
+    assert plan_reshape_and_cache(num_slots=4096, features=10_000, num_sms=132).tokens == 1
+
+
+@pytest.mark.parametrize("size", [1, 64, 80, 576, 4096, 16384])
+def test_row_ops_have_whole_warps(size) -> None:
+    for num_rows in (1, 7, 4096):
+        norm = plan_rms_norm(num_rows=num_rows, size=size)
+        assert is_power_of_two(norm.rows) and is_power_of_two(norm.num_warps)
+    merge = plan_merge_attention_states(head_size=size)
+    assert is_power_of_two(merge.rows)
+    activation = plan_silu_and_mul(size=size)
+    assert is_power_of_two(activation.tile) and is_power_of_two(activation.num_warps)
+    assert is_power_of_two(plan_rotary_embedding(num_q_heads=9, rotary_size=size).num_warps)
