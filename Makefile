@@ -1,7 +1,8 @@
 # make demo | test | lint | clean
 #
 # Everything runs in .venv, with the versions in constraints.txt. Where `python3` already has a torch that sees a GPU,
-# that torch and its triton are kept: .venv then sees python3's packages, and torch and triton are pinned to what is there.
+# that torch and its triton are kept: .venv then sees python3's packages (python3 may itself live in a virtual
+# environment, so their folder is named in a .pth file), and torch and triton are pinned to what is there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,6 +11,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constra
 
 HAS_CUDA_TORCH := import torch, sys; sys.exit(not torch.cuda.is_available())
 INSTALLED_PINS := import importlib.metadata as m; print(*(f"{d.name}=={d.version}" for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")
+
+SITE_PACKAGES := import site; print(*site.getsitepackages(), sep="\n")
 
 .PHONY: demo test lint clean
 
@@ -45,7 +48,8 @@ $(VENV)/constraints.txt: constraints.txt
 	if $(PYTHON) -c '$(HAS_CUDA_TORCH)' 2>/dev/null; then \
 		$(PYTHON) -m venv --system-site-packages $(VENV) && \
 		grep -v -E '^(torch|triton)==' $< >$@.part && \
-		$(PYTHON) -c '$(INSTALLED_PINS)' >>$@.part; \
+		$(PYTHON) -c '$(INSTALLED_PINS)' >>$@.part && \
+		$(PYTHON) -c '$(SITE_PACKAGES)' >"$$($(BIN)/python -c '$(SITE_PACKAGES)' | head -n 1)/python3.pth"; \
 	else \
 		$(PYTHON) -m venv $(VENV) && cp $< $@.part; \
 	fi

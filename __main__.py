@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .models.llm import LLM
     from .scheduler.outputs import RequestOutput
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."
+)
 
 
 @app.callback()
@@ -24,17 +26,25 @@ def _commands() -> None:
 @app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
-    model: Annotated[str, typer.Option(help="Bundled name, .gguf file, Hugging Face directory or hub id.")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="Bundled name, .gguf file, Hugging Face directory or hub id.")
+    ] = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus, 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Most likely tokens kept, -1 is off.")] = -1,
-    seed: Annotated[int, typer.Option(help="Seed of the first prompt; the others count on from it.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first prompt; the others count on from it.")
+    ] = 0,
     chat: Annotated[bool, typer.Option(help="Ask through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    num_gpu_blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool; by default what memory allows.")] = None,
-    stats: Annotated[bool, typer.Option(help="Show speed, KV block use and where each request's time went.")] = False,
+    num_gpu_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks in the pool; by default what memory allows.")
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option(help="Show speed, KV block use and where each request's time went.")
+    ] = False,
 ) -> None:
     """Complete prompts and stream the text: one prompt as it grows, several when each is done."""
     from . import LLM, SamplingParams
@@ -42,13 +52,23 @@ def generate(
     errors = Console(stderr=True)
     try:
         params = [
-            SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed + i)
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed + i,
+            )
             for i in range(len(prompts))
         ]
         with errors.status(f"loading {model}"):
             llm = LLM(model, dtype=dtype, device=device, num_gpu_blocks=num_gpu_blocks)
         started = time.perf_counter()
-        asked = [llm.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts] if chat else prompts
+        asked = (
+            [llm.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]
+            if chat
+            else prompts
+        )
         outputs = _stream(llm, prompts, asked, params)
     except ValueError as error:
         errors.print(f"[red]error:[/] {error}", highlight=False)
@@ -76,7 +96,10 @@ def _stream(llm: LLM, prompts: list[str], asked: list, params: list) -> list[Req
         for place, output in llm.stream(asked, params):
             if output.finished:
                 outputs[place] = output
-                console.print(f"[bold]{_escape(prompts[place])}[/]{_escape(output.outputs[0].text)}\n", soft_wrap=True)
+                console.print(
+                    f"[bold]{_escape(prompts[place])}[/]{_escape(output.outputs[0].text)}\n",
+                    soft_wrap=True,
+                )
                 advance(1)
     return [outputs[place] for place in range(len(prompts))]
 
@@ -90,7 +113,18 @@ def _escape(text: str) -> str:
 def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
     console = Console(highlight=False)
     table = Table(title="where each request's time went (ms)", title_justify="left")
-    for name in ("prompt", "tokens in", "cached", "tokens out", "ended by", "queue", "first token", "model", "scheduler", "total"):
+    for name in (
+        "prompt",
+        "tokens in",
+        "cached",
+        "tokens out",
+        "ended by",
+        "queue",
+        "first token",
+        "model",
+        "scheduler",
+        "total",
+    ):
         table.add_column(name, justify="left" if name in ("prompt", "ended by") else "right")
     for output in outputs:
         metrics, completion = output.metrics, output.outputs[0]

@@ -16,6 +16,7 @@ import statistics
 import time
 
 import torch
+
 from octavo import LLM, SamplingParams
 from octavo.models.weights import resolve_model
 
@@ -37,7 +38,9 @@ def load_transformers(model: str):
     source = resolve_model(model)
     path = source.path
     if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -47,7 +50,12 @@ def run_transformers(model, prompts: list[list[int]], tokens: int, pad: int):
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=pad
+        ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=pad,
     )
     return out[:, width:].tolist()
 
@@ -72,7 +80,9 @@ def verify(model, prompts, ours, theirs, eos: set[int]) -> int:
         if a[part] in eos or best[0] - best[1] < 1e-3:
             ties += 1
             continue
-        raise AssertionError(f"token {part} differs: {a[part]} against {b[part]}, best logits {best.tolist()}")
+        raise AssertionError(
+            f"token {part} differs: {a[part]} against {b[part]}, best logits {best.tolist()}"
+        )
     return ties
 
 
@@ -106,8 +116,17 @@ def main() -> None:
             seconds["transformers"].append(time.perf_counter() - middle)
         total = count * args.tokens
         speed = {name: total / statistics.median(times) for name, times in seconds.items()}
-        rows.append({"requests": count, "near_ties": ties, **speed, "ratio": speed["octavo"] / speed["transformers"]})
-    print(f"{'requests':>8} {'octavo':>12} {'transformers':>14} {'ratio':>7}   tokens/s, {torch.get_num_threads()} threads")
+        rows.append(
+            {
+                "requests": count,
+                "near_ties": ties,
+                **speed,
+                "ratio": speed["octavo"] / speed["transformers"],
+            }
+        )
+    print(
+        f"{'requests':>8} {'octavo':>12} {'transformers':>14} {'ratio':>7}   tokens/s, {torch.get_num_threads()} threads"
+    )
     for row in rows:
         print(f"{row['requests']:>8} {row['octavo']:>12.1f} {row['transformers']:>14.1f} {row['ratio']:>7.2f}"
               f"   ({row['near_ties']} comparisons ended by a near-tie)")  # fmt: skip

@@ -48,8 +48,12 @@ def _decode_tiles(
         if MASKED:
             k_mask = k_mask & in_range[None, :]
             v_mask = v_mask & in_range[:, None]
-        k = tl.load(k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0)  # [DIM, TILE_KV]
-        v = tl.load(v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0)  # [TILE_KV, DIM_V]
+        k = tl.load(
+            k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0
+        )  # [DIM, TILE_KV]
+        v = tl.load(
+            v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
+        )  # [TILE_KV, DIM_V]
         distance = (positions - (seq_len - 1))[None, :]
         scores = base2_scores(q, k, scale, softcap, slopes, distance)  # [ROWS, TILE_KV]
         if MASKED:
@@ -93,7 +97,9 @@ def _paged_decode_kernel(
     dims = tl.arange(0, DIM)
     dims_v = tl.arange(0, DIM_V)
     q_offsets = seq * q_stride_seq + heads[:, None] * q_stride_head + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0)  # [ROWS, DIM]
+    q = tl.load(
+        q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0
+    )  # [ROWS, DIM]
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
@@ -101,7 +107,7 @@ def _paged_decode_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     acc = tl.zeros([ROWS, DIM_V], tl.float32)
-    if sinks_ptr is not None:
+    if sinks_ptr is not None:  # noqa: SIM102 (decided when compiling, the inner one when running)
         # the sink is one more key with no value; it enters once, in the first split of a row that has keys
         if (split == 0) & (seq_len > 0):
             m = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
@@ -131,12 +137,25 @@ def _paged_decode_kernel(
     )  # fmt: skip
 
     out, lse2 = finish(acc, m, l)
-    out_offsets = seq * out_stride_seq + heads[:, None] * out_stride_head + split * out_stride_split + dims_v[None, :]
-    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V))
+    out_offsets = (
+        seq * out_stride_seq
+        + heads[:, None] * out_stride_head
+        + split * out_stride_split
+        + dims_v[None, :]
+    )
+    tl.store(
+        out_ptr + out_offsets,
+        out.to(out_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V),
+    )
     if PARTIAL:
-        tl.store(lse_ptr + seq * lse_stride_seq + heads * lse_stride_head + split, lse2, mask=row_mask)
+        tl.store(
+            lse_ptr + seq * lse_stride_seq + heads * lse_stride_head + split, lse2, mask=row_mask
+        )
     elif lse_ptr is not None:
-        tl.store(lse_ptr + seq * lse_stride_seq + heads * lse_stride_head, lse2 * LN_2, mask=row_mask)
+        tl.store(
+            lse_ptr + seq * lse_stride_seq + heads * lse_stride_head, lse2 * LN_2, mask=row_mask
+        )
 
 
 @triton.jit
@@ -151,14 +170,20 @@ def _merge_splits_kernel(
     first_split = (seq * tl.num_programs(1) + head) * num_splits
     splits = tl.arange(0, SPLITS)
     dims_v = tl.arange(0, DIM_V)
-    lse2 = tl.load(partial_lse2_ptr + first_split + splits, mask=splits < num_splits, other=float("-inf"))
+    lse2 = tl.load(
+        partial_lse2_ptr + first_split + splits, mask=splits < num_splits, other=float("-inf")
+    )
     largest = tl.max(lse2, axis=0)
     pivot = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(lse2 - pivot)
     total = tl.sum(weights, axis=0)
     # a split that saw no token has weight 0 and is not read
     mask = (lse2 > float("-inf"))[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
-    partial = tl.load(partial_ptr + (first_split + splits)[:, None] * HEAD_SIZE_V + dims_v[None, :], mask=mask, other=0.0)
+    partial = tl.load(
+        partial_ptr + (first_split + splits)[:, None] * HEAD_SIZE_V + dims_v[None, :],
+        mask=mask,
+        other=0.0,
+    )
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     out = tl.sum(partial * weights[:, None], axis=0) / divisor
@@ -194,7 +219,9 @@ def plan_paged_decode(
     # below which the merge costs more than the parallelism brings
     wanted = -(-8 * num_sms // max(1, num_seqs * num_kv_heads))
     num_splits = max(1, min(wanted, max_seq_len // (4 * tile_kv), 128))
-    return DecodePlan(tile_kv, num_splits, num_warps=1 if one_warp else 4, num_stages=3 if head_size <= 64 else 2)
+    return DecodePlan(
+        tile_kv, num_splits, num_warps=1 if one_warp else 4, num_stages=3 if head_size <= 64 else 2
+    )
 
 
 def paged_decode(
@@ -231,7 +258,9 @@ def paged_decode(
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
     if out is None:
         out = q.new_empty(num_seqs, num_q_heads, head_size_v)
-    check_attention(q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap)
+    check_attention(
+        q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
+    )
     if num_seqs == 0:
         return out
     group = num_q_heads // num_kv_heads
@@ -246,8 +275,12 @@ def paged_decode(
         )
     splits = plan.num_splits
     if splits > 1:
-        partial = torch.empty(num_seqs, num_q_heads, splits, head_size_v, dtype=torch.float32, device=q.device)
-        partial_lse2 = torch.empty(num_seqs, num_q_heads, splits, dtype=torch.float32, device=q.device)
+        partial = torch.empty(
+            num_seqs, num_q_heads, splits, head_size_v, dtype=torch.float32, device=q.device
+        )
+        partial_lse2 = torch.empty(
+            num_seqs, num_q_heads, splits, dtype=torch.float32, device=q.device
+        )
     else:
         partial, partial_lse2 = out.unsqueeze(2), lse
     dim_v = max(16, triton.next_power_of_2(head_size_v))
@@ -284,7 +317,9 @@ def paged_decode(
         DIM_V=dim_v,
         BLOCK_SIZE=block_size,
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),  # 16: the smallest matrix product of the tensor cores
+        ROWS=max(
+            16, triton.next_power_of_2(group)
+        ),  # 16: the smallest matrix product of the tensor cores
         TILE_KV=plan.tile_kv,
         PARTIAL=splits > 1,
         num_warps=plan.num_warps,

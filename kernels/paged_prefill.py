@@ -50,8 +50,12 @@ def _prefill_tiles(
         if MASKED:
             k_mask = k_mask & in_range[None, :]
             v_mask = v_mask & in_range[:, None]
-        k = tl.load(k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0)  # [DIM, TILE_KV]
-        v = tl.load(v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0)  # [TILE_KV, DIM_V]
+        k = tl.load(
+            k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0
+        )  # [DIM, TILE_KV]
+        v = tl.load(
+            v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
+        )  # [TILE_KV, DIM_V]
         distance = positions[None, :] - row_positions[:, None]  # [ROWS, TILE_KV]
         scores = base2_scores(q, k, scale, softcap, slopes, distance)
         if MASKED:
@@ -112,7 +116,9 @@ def _paged_prefill_kernel(
     dims = tl.arange(0, DIM)
     dims_v = tl.arange(0, DIM_V)
     q_offsets = tokens[:, None] * q_stride_token + heads[:, None] * q_stride_head + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0)  # [ROWS, DIM]
+    q = tl.load(
+        q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0
+    )  # [ROWS, DIM]
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
@@ -144,7 +150,7 @@ def _paged_prefill_kernel(
 
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride_seq
+    table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride_seq
     if window is not None:
         acc, m, l = _prefill_tiles(  # noqa: E741
             acc, m, l, q, row_positions, start, tl.minimum(bulk_start, stop), seq_len,
@@ -163,11 +169,17 @@ def _paged_prefill_kernel(
     )  # fmt: skip
 
     out, lse2 = finish(acc, m, l)
-    out_offsets = tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head + dims_v[None, :]
+    out_offsets = (
+        tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head + dims_v[None, :]
+    )
     out_mask = row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)
     if lse_ptr is not None:
-        tl.store(lse_ptr + tokens * lse_stride_token + heads * lse_stride_head, lse2 * LN_2, mask=row_mask)
+        tl.store(
+            lse_ptr + tokens * lse_stride_token + heads * lse_stride_head,
+            lse2 * LN_2,
+            mask=row_mask,
+        )
 
 
 @dataclass(frozen=True)
@@ -232,8 +244,16 @@ def paged_prefill(
     num_seqs = seq_lens.shape[0]
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_size_v)
-    check_attention(q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap)
-    check_tensor("query_start_loc", query_start_loc, shape=(num_seqs + 1,), dtype=torch.int32, device=q.device)
+    check_attention(
+        q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
+    )
+    check_tensor(
+        "query_start_loc",
+        query_start_loc,
+        shape=(num_seqs + 1,),
+        dtype=torch.int32,
+        device=q.device,
+    )
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_q_heads // num_kv_heads

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..runtime.kv_pool import KVPool, block_bytes
 from ..runtime.params import SamplingParams
-from ..runtime.runner import ModelRunner
+from ..runtime.runner import Model, ModelRunner
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig
 from .loader import load_model
 from .tokenizer import load_tokenizer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..scheduler.engine import Request
 
 Prompt = str | Seq[int]
+Messages = Seq[Mapping[str, str]]  # {"role": ..., "content": ...}
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CPU_POOL_FRACTION = 0.25  # of free memory; a CPU shares its memory with everything else
@@ -85,10 +86,13 @@ class LLM:
         self.tokenizer = load_tokenizer(source)
         torch_dtype = _dtype(dtype, torch_device)
         loaded, config = load_model(source, torch_dtype, torch_device, model_class)
-        limit = config.max_position_embeddings
-        if max_model_len is not None and not 1 <= max_model_len <= limit:
-            raise ValueError(f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}")
-        max_model_len = max_model_len or limit
+        limit: int = config.max_position_embeddings
+        if max_model_len is None:
+            max_model_len = limit
+        if not 1 <= max_model_len <= limit:
+            raise ValueError(
+                f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
+            )
         self.config = config
         shape = (config.num_hidden_layers, block_size, config.num_key_value_heads, config.head_dim)
         dtype_of_model = next(loaded.parameters()).dtype
@@ -112,7 +116,7 @@ class LLM:
         self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=dtype_of_model, device=torch_device)
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(loaded, self.pool),
+            ModelRunner(cast(Model, loaded), self.pool),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
@@ -142,7 +146,9 @@ class LLM:
         return [request.output() for request in requests]
 
     def stream(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete the prompts together; yields (index of the prompt, its output so far) whenever one grew.
 
@@ -159,7 +165,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        messages: Messages | Seq[Messages],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -168,7 +174,7 @@ class LLM:
         if not messages:
             raise ValueError("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
+        prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stats(self) -> EngineStats:
@@ -186,7 +192,9 @@ class LLM:
         )
 
     def _add(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[Request]:
         batch = _as_batch(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -194,13 +202,20 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(batch):
-            raise ValueError(f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}")
-        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+            raise ValueError(
+                f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}"
+            )
+        encoded = [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt in batch
+        ]
         requests: list[Request] = []
         try:
             for prompt, token_ids, each in zip(batch, encoded, params, strict=True):
                 text = prompt if isinstance(prompt, str) else None
-                requests.append(self.engine.add_request(f"request-{next(self._ids)}", token_ids, each, text))
+                requests.append(
+                    self.engine.add_request(f"request-{next(self._ids)}", token_ids, each, text)
+                )
         except ValueError as error:
             self._abandon(requests)
             raise ValueError(f"prompt {len(requests)}: {error}") from error
@@ -229,7 +244,9 @@ def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
         return [batch]  # type: ignore[list-item]
     for place, item in enumerate(batch):
         if not isinstance(item, (str, Seq)) and not hasattr(item, "tolist"):
-            raise ValueError(f"prompts: expected text or a list of token ids, got {item!r} at {place}")
+            raise ValueError(
+                f"prompts: expected text or a list of token ids, got {item!r} at {place}"
+            )
     return batch  # type: ignore[return-value]
 
 
@@ -258,7 +275,9 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: expected 'cpu', this machine has no GPU that torch can use, got " + repr(name))
+        raise ValueError(
+            "device: expected 'cpu', this machine has no GPU that torch can use, got " + repr(name)
+        )
     return device
 
 
@@ -274,7 +293,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes the KV pool may take, the weights being loaded already."""
     if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}")
+        raise ValueError(
+            f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
+        )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - gpu_memory_utilization) * total))

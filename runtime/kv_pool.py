@@ -41,7 +41,9 @@ class KVPool:
         pin_memory: bool = False,
     ) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks: expected the null block and at least one more, got {num_blocks}")
+            raise ValueError(
+                f"num_blocks: expected the null block and at least one more, got {num_blocks}"
+            )
         self.layout = layout
         self.block_size = block_size
         inner = (block_size, num_kv_heads) if layout is KVLayout.NHD else (num_kv_heads, block_size)
@@ -66,6 +68,8 @@ class KVPool:
         return self._layers[index]
 
 
-def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+def block_bytes(
+    num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> int:
     """Bytes of one block of all layers, K and V."""
     return math.prod((num_layers, 2, block_size, num_kv_heads, head_size)) * dtype.itemsize

@@ -93,11 +93,15 @@ class LaunchBuffers:
         host, device = self._host[turn], self._device[turn]
         staging = host.numpy()
         for array, offset in zip(arrays, offsets, strict=True):
-            staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+            staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = (
+                array
+            )
         if device is not host:
             device[:end].copy_(host[:end], non_blocking=True)
         return [
-            device[offset : offset + array.nbytes].view(_TORCH_DTYPE[array.dtype.name]).view(array.shape)
+            device[offset : offset + array.nbytes]
+            .view(_TORCH_DTYPE[array.dtype.name])
+            .view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
 
@@ -106,7 +110,10 @@ _TORCH_DTYPE = {"int32": torch.int32, "int64": torch.int64}
 
 
 def build_launch_args(
-    seq_group_metadata_list: list[SequenceGroupMetadata], block_size: int, num_blocks: int, buffers: LaunchBuffers
+    seq_group_metadata_list: list[SequenceGroupMetadata],
+    block_size: int,
+    num_blocks: int,
+    buffers: LaunchBuffers,
 ) -> LaunchArgs:
     """Turn one step's snapshots into launch arguments, decode rows first.
 
@@ -125,7 +132,9 @@ def build_launch_args(
     for row, (table, entries) in enumerate(zip(rows.tables, num_entries.tolist(), strict=True)):
         if len(table) < entries:
             raise MetadataError(
-                rows.owners[row].request_id, "block_tables", f"expected {entries} entries or more, got {len(table)}"
+                rows.owners[row].request_id,
+                "block_tables",
+                f"expected {entries} entries or more, got {len(table)}",
             )
         block_tables[row, :entries] = table[:entries]
 
@@ -171,7 +180,11 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
     prefill_seen = False
     for metadata in seq_group_metadata_list:
         if prefill_seen and not metadata.is_prompt:
-            raise MetadataError(metadata.request_id, "is_prompt", "expected decodes before prefills, got a decode after one")
+            raise MetadataError(
+                metadata.request_id,
+                "is_prompt",
+                "expected decodes before prefills, got a decode after one",
+            )
         prefill_seen = prefill_seen or metadata.is_prompt
         _check_lengths(metadata)
         draws = metadata.num_samples // len(metadata.seq_data)
@@ -183,13 +196,22 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
             context_lens.append(context_len)
             num_samples.append(draws)
     query_lens = [metadata.token_chunk_size for metadata in owners]
-    return _Rows(owners, tables, tokens, np.array(context_lens, np.int32), np.array(query_lens, np.int32), num_samples)
+    return _Rows(
+        owners,
+        tables,
+        tokens,
+        np.array(context_lens, np.int32),
+        np.array(query_lens, np.int32),
+        num_samples,
+    )
 
 
 def _check_lengths(metadata: SequenceGroupMetadata) -> None:
     chunk = metadata.token_chunk_size
     if chunk < 1:
-        raise MetadataError(metadata.request_id, "token_chunk_size", f"expected at least 1, got {chunk}")
+        raise MetadataError(
+            metadata.request_id, "token_chunk_size", f"expected at least 1, got {chunk}"
+        )
     if metadata.seq_data.keys() != metadata.block_tables.keys() or not metadata.seq_data:
         raise MetadataError(
             metadata.request_id,
@@ -212,24 +234,36 @@ def _check_lengths(metadata: SequenceGroupMetadata) -> None:
             )
 
 
-def _check_blocks(rows: _Rows, block_tables: np.ndarray, num_entries: np.ndarray, num_blocks: int) -> None:
+def _check_blocks(
+    rows: _Rows, block_tables: np.ndarray, num_entries: np.ndarray, num_blocks: int
+) -> None:
     used = np.arange(block_tables.shape[1]) < num_entries[:, None]
     bad = used & ((block_tables <= NULL_BLOCK) | (block_tables >= num_blocks))
     if bad.any():
         row, index = (int(i) for i in np.argwhere(bad)[0])
         got = int(block_tables[row, index])
         raise MetadataError(
-            rows.owners[row].request_id, "block_tables", f"expected ids in [1, {num_blocks}), got {got} at index {index}"
+            rows.owners[row].request_id,
+            "block_tables",
+            f"expected ids in [1, {num_blocks}), got {got} at index {index}",
         )
 
 
-def _check_slots(rows: _Rows, slot_mapping: np.ndarray, row_of_token: np.ndarray, block_size: int) -> None:
+def _check_slots(
+    rows: _Rows, slot_mapping: np.ndarray, row_of_token: np.ndarray, block_size: int
+) -> None:
     order = np.argsort(slot_mapping, kind="stable")
     repeats = np.flatnonzero(np.diff(slot_mapping[order]) == 0)
     if len(repeats):
-        first, second = (rows.owners[row_of_token[order[i]]].request_id for i in (repeats[0], repeats[0] + 1))
+        first, second = (
+            rows.owners[row_of_token[order[i]]].request_id for i in (repeats[0], repeats[0] + 1)
+        )
         block = int(slot_mapping[order[repeats[0]]]) // block_size
-        raise MetadataError(second, "block_tables", f"expected slots of its own, block {block} is written by {first!r} too")
+        raise MetadataError(
+            second,
+            "block_tables",
+            f"expected slots of its own, block {block} is written by {first!r} too",
+        )
     for row, metadata in enumerate(rows.owners):
         computed = len(metadata.computed_block_nums) * block_size
         if computed > rows.context_lens[row]:

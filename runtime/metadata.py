@@ -27,7 +27,9 @@ import numpy as np
 
 from .params import SamplingParams
 
-NULL_BLOCK = 0  # never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
+NULL_BLOCK = (
+    0  # never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
+)
 PAD_SLOT = -1  # slot of a token whose K and V are not written
 
 
@@ -45,7 +47,9 @@ class StaleMetadataError(RuntimeError):
 
     def __init__(self, request_id: str, issued: int, current: int | None) -> None:
         now = "gone" if current is None else f"at generation {current}"
-        super().__init__(f"request {request_id!r}: snapshot of generation {issued} is stale, the request is {now}")
+        super().__init__(
+            f"request {request_id!r}: snapshot of generation {issued} is stale, the request is {now}"
+        )
         self.request_id = request_id
         self.issued = issued
         self.current = current
@@ -80,7 +84,9 @@ class SequenceData(msgspec.Struct, frozen=True):
             return self.prompt_token_ids[start:stop]
         if start >= prompt_len:
             return self.output_token_ids[start - prompt_len : stop - prompt_len]
-        return np.concatenate((self.prompt_token_ids[start:], self.output_token_ids[: stop - prompt_len]))
+        return np.concatenate(
+            (self.prompt_token_ids[start:], self.output_token_ids[: stop - prompt_len])
+        )
 
 
 class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +126,9 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_first_sample(self) -> bool:
         """This step draws the first token of the request: all n samples come from the one prompt row."""
-        return self.do_sample and all(len(data.output_token_ids) == 0 for data in self.seq_data.values())
+        return self.do_sample and all(
+            len(data.output_token_ids) == 0 for data in self.seq_data.values()
+        )
 
     @property
     def num_samples(self) -> int:
@@ -139,9 +147,13 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
         try:
             md = _decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise ValueError(f"data: expected the bytes of a SequenceGroupMetadata, got {error}") from error
+            raise ValueError(
+                f"data: expected the bytes of a SequenceGroupMetadata, got {error}"
+            ) from error
         return msgspec.structs.replace(
-            md, seq_data=MappingProxyType(md.seq_data), block_tables=MappingProxyType(md.block_tables)
+            md,
+            seq_data=MappingProxyType(md.seq_data),
+            block_tables=MappingProxyType(md.block_tables),
         )
 
     def describe(self) -> str:

@@ -60,11 +60,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "stop", stop)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         _require(_is_int(self.n) and self.n >= 1, "n", "an integer >= 1", self.n)
-        _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
-        _require(self.n == 1 or self.temperature > 0, "n", "1 with temperature 0 (greedy samples are all equal)", self.n)
-        _require(_is_int(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "top_k", "-1 or an integer >= 1", self.top_k)
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
+        _require(
+            _is_number(self.temperature) and self.temperature >= 0,
+            "temperature",
+            "a number >= 0",
+            self.temperature,
+        )
+        _require(
+            self.n == 1 or self.temperature > 0,
+            "n",
+            "1 with temperature 0 (greedy samples are all equal)",
+            self.n,
+        )
+        _require(
+            _is_int(self.top_k) and (self.top_k == -1 or self.top_k >= 1),
+            "top_k",
+            "-1 or an integer >= 1",
+            self.top_k,
+        )
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            "a number in (0, 1]",
+            self.top_p,
+        )
+        _require(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            "a number in [0, 1]",
+            self.min_p,
+        )
         seed_ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _require(seed_ok, "seed", "None or a 64-bit integer", self.seed)
         max_ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
@@ -73,7 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
         _require(ids_ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            _require(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+            _require(
+                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
+            )
 
     @property
     def is_greedy(self) -> bool:

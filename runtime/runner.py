@@ -18,7 +18,9 @@ from .sampler import sample, sampling_rows
 class Model(Protocol):
     """What the runner needs of a model; `octavo.models` has the layers to write one."""
 
-    def __call__(self, args: LaunchArgs, kv: KVPool) -> torch.Tensor: ...  # hidden states [T, hidden]
+    def __call__(
+        self, args: LaunchArgs, kv: KVPool
+    ) -> torch.Tensor: ...  # hidden states [T, hidden]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...  # [R, hidden] -> [R, vocab]
 

@@ -38,10 +38,21 @@ def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> Sampl
             draws = [(data.index, len(data.output_token_ids)) for _, data, _ in metadata.rows()]
         seed = params.seed or 0
         for index, step in draws:
-            rows.append((params.temperature, params.top_k, params.top_p, params.min_p, (seed + index) % 2**64, step))
+            rows.append(
+                (
+                    params.temperature,
+                    params.top_k,
+                    params.top_p,
+                    params.min_p,
+                    (seed + index) % 2**64,
+                    step,
+                )
+            )
     columns = list(zip(*rows, strict=True)) if rows else [()] * 6
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64)
-    return SamplingRows(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+    return SamplingRows(
+        *(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
+    )
 
 
 def uniform(seed: np.ndarray, step: np.ndarray) -> np.ndarray:

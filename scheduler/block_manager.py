@@ -77,7 +77,11 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, cache_key: bytes = b"octavo"
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        cache_key: bytes = b"octavo",
     ) -> None:
         self.num_blocks = num_blocks  # usable ones, the null block is not among them
         self.block_size = block_size
@@ -110,7 +114,9 @@ class BlockManager:
         leaving: Counter[int] = Counter()  # sharers that will have taken a copy by then
         for seq in seqs:
             table = self._tables[seq.seq_id]
-            needed += max(0, cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table))
+            needed += max(
+                0, cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
+            )
             for index in self._written_entries(seq, table):
                 block = table[index]
                 if self.ref_count[block] - leaving[block] > 1:
@@ -251,7 +257,9 @@ class BlockManager:
             parent = digests[-1] if digests else self._root(namespace)
             tokens = seq.token_ids
             for index in range(len(digests), num_blocks):
-                block_tokens = tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+                block_tokens = tokens[
+                    index * self.block_size : (index + 1) * self.block_size
+                ].tobytes()
                 parent = blake2b(block_tokens, digest_size=_DIGEST_BYTES, key=parent).digest()
                 digests.append(parent)
         return digests[:num_blocks]
@@ -266,9 +274,17 @@ class BlockManager:
         named = Counter(block for table in self._tables.values() for block in table.view().tolist())
         free, cached = set(self._free), set(self._cached)
         referenced = {block for block in range(1, self.num_blocks + 1) if self.ref_count[block] > 0}
-        _agree("null block", NULL_BLOCK in free | cached | set(named) or self.ref_count[NULL_BLOCK], False)
+        _agree(
+            "null block",
+            NULL_BLOCK in free | cached | set(named) or self.ref_count[NULL_BLOCK],
+            False,
+        )
         _agree("free list without repeats", len(free), len(self._free))
-        _agree("classes overlap", bool(free & cached or free & referenced or cached & referenced), False)
+        _agree(
+            "classes overlap",
+            bool(free & cached or free & referenced or cached & referenced),
+            False,
+        )
         _agree("blocks in all classes", len(free | cached | referenced), self.num_blocks)
         _agree("reference counts", {b: self.ref_count[b] for b in referenced}, dict(named))
         _agree("digest maps", {d: b for b, d in self._digest_of.items()}, self._block_of)

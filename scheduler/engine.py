@@ -39,7 +39,9 @@ class Runner(Protocol):
 class Request:
     """A request in the engine: the scheduler's group and the text of its completions."""
 
-    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None
+    ) -> None:
         self.group = group
         self.prompt = prompt
         self._tokenizer = tokenizer
@@ -69,7 +71,9 @@ class Request:
         token_ids = seq.output_token_ids[stream.num_tokens :].tolist()
         if seq.status is SequenceStatus.FINISHED_STOPPED and params.skip_special_tokens:
             token_ids = token_ids[:-1]
-        stop = next((found for token in token_ids if (found := stream.push(token)) is not None), None)
+        stop = next(
+            (found for token in token_ids if (found := stream.push(token)) is not None), None
+        )
         if seq.is_finished or stop is not None:
             stop = stream.close() or stop
         return stop
@@ -168,7 +172,9 @@ class Engine:
         outputs = self.scheduler.schedule()
         scheduled = time.perf_counter()
         blocks = self.scheduler.blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, blocks.num_blocks - blocks.num_free_blocks)
+        self.peak_used_blocks = max(
+            self.peak_used_blocks, blocks.num_blocks - blocks.num_free_blocks
+        )
         changed += [self._requests[group.request_id] for group in outputs.ignored]
         if not outputs.is_empty:
             changed += self._run(outputs, scheduled - started)
@@ -217,10 +223,11 @@ class Engine:
         for seq in request.group.seqs:
             stop = request.decode(seq)
             if stop is not None and not seq.is_finished:
-                self.scheduler.finish_sequence(request.group, seq, SequenceStatus.FINISHED_STOPPED, stop)
+                self.scheduler.finish_sequence(
+                    request.group, seq, SequenceStatus.FINISHED_STOPPED, stop
+                )
 
 
 def _derive_seed(engine_seed: int, number: int) -> int:
     """A seed for a request that has none: depends on the engine's seed and the request's place in line alone."""
     return (engine_seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + 1) % 2**63
-

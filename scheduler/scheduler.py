@@ -57,7 +57,13 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in (
+            "num_gpu_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
@@ -70,7 +76,9 @@ class SchedulerConfig:
             )
         for name, known in (("policy", ("fcfs",)), ("preemption_mode", ("auto", "recompute"))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
 
     @property
     def num_seats(self) -> int:
@@ -136,7 +144,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.blocks = BlockManager(config.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = BlockManager(
+            config.num_gpu_blocks, config.block_size, config.enable_prefix_caching
+        )
         self.waiting: deque[SequenceGroup] = deque()  # both in order of arrival
         self.running: list[SequenceGroup] = []
         self._groups: dict[str, SequenceGroup] = {}
@@ -161,22 +171,32 @@ class Scheduler:
     def _check_admissible(self, group: SequenceGroup) -> None:
         config, prompt = self.config, group.seqs[0].prompt_token_ids
         if group.request_id in self._groups:
-            raise ValueError(f"request_id: expected one not in use, got {group.request_id!r}, which is in flight")
+            raise ValueError(
+                f"request_id: expected one not in use, got {group.request_id!r}, which is in flight"
+            )
         if len(prompt) == 0:
             raise ValueError("prompt_token_ids: expected at least one token, got an empty prompt")
-        if config.vocab_size is not None and not (0 <= prompt.min() and prompt.max() < config.vocab_size):
+        if config.vocab_size is not None and not (
+            prompt.min() >= 0 and prompt.max() < config.vocab_size
+        ):
             bad = int(prompt.min()) if prompt.min() < 0 else int(prompt.max())
-            raise ValueError(f"prompt_token_ids: expected ids in [0, {config.vocab_size}), got {bad}")
+            raise ValueError(
+                f"prompt_token_ids: expected ids in [0, {config.vocab_size}), got {bad}"
+            )
         if len(prompt) + 1 > config.max_seq_len:
             raise ValueError(
                 f"prompt_token_ids: {len(prompt)} tokens and one to generate do not fit: max_model_len is "
                 f"{config.max_model_len}, the KV pool holds {config.num_gpu_blocks} blocks of {config.block_size} tokens"
             )
         if group.sampling_params.n > config.num_seats:
-            raise ValueError(f"n: expected at most {config.num_seats} (the seats), got {group.sampling_params.n}")
+            raise ValueError(
+                f"n: expected at most {config.num_seats} (the seats), got {group.sampling_params.n}"
+            )
         for name in ("lora_request", "prompt_adapter_request", "encoder_seq"):
             if getattr(group, name) is not None:
-                raise ValueError(f"{name}: expected None, no loaded model takes one, got {getattr(group, name)!r}")
+                raise ValueError(
+                    f"{name}: expected None, no loaded model takes one, got {getattr(group, name)!r}"
+                )
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """End a request in whatever state it is; returns it, or None when no such request is unfinished.
@@ -190,7 +210,11 @@ class Scheduler:
         return group
 
     def finish_sequence(
-        self, group: SequenceGroup, seq: Sequence, status: SequenceStatus, reason: int | str | None = None
+        self,
+        group: SequenceGroup,
+        seq: Sequence,
+        status: SequenceStatus,
+        reason: int | str | None = None,
     ) -> None:
         """End one sequence; its blocks are free at once unless a step in flight names them."""
         seq.status, seq.stop_reason = status, reason
@@ -236,12 +260,16 @@ class Scheduler:
         return self._order(step)
 
     def _schedule_running(self, step: _Step) -> None:
-        by_phase = sorted(self.running, key=lambda group: group.is_prefill)  # stable: arrival order within a phase
+        by_phase = sorted(
+            self.running, key=lambda group: group.is_prefill
+        )  # stable: arrival order within a phase
         for group in by_phase:
             if group.state is not SequenceStatus.RUNNING:
                 continue  # preempted or finished for the sake of an older one
             seqs = group.active()
-            chunk = self._chunk(group.num_tokens_to_feed(), step.token_budget // len(seqs), may_split=len(seqs) > 1)
+            chunk = self._chunk(
+                group.num_tokens_to_feed(), step.token_budget // len(seqs), may_split=len(seqs) > 1
+            )
             if chunk > 0 and self._make_room(group, seqs, chunk, step):
                 self._place(group, seqs, chunk, step)
 
@@ -251,7 +279,9 @@ class Scheduler:
             return 0
         return min(num_tokens, budget)
 
-    def _make_room(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step) -> bool:
+    def _make_room(
+        self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step
+    ) -> bool:
         """Free blocks for `group` at the expense of younger groups that have no place in this step yet."""
         while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
             step.is_short_of_blocks = True
@@ -311,7 +341,9 @@ class Scheduler:
         if group.metrics.num_preemptions:
             needed = min(self._resume_blocks(group), self.blocks.num_blocks)
         reserve = self._watermark_blocks if self.running else 0
-        if needed - len(cached) + reserve > self.blocks.num_free_blocks - self.blocks.num_evictable(cached):
+        if needed - len(cached) + reserve > self.blocks.num_free_blocks - self.blocks.num_evictable(
+            cached
+        ):
             return False
 
         self.waiting.popleft()
@@ -336,7 +368,9 @@ class Scheduler:
     def _order(self, step: _Step) -> SchedulerOutputs:
         """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
         for row in step.rows:
-            row.snapshot = create_metadata(row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config)
+            row.snapshot = create_metadata(
+                row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
+            )
         for row in step.rows:
             for seq in row.seqs:
                 context_len = seq.num_computed_tokens
@@ -383,7 +417,9 @@ class Scheduler:
         step = self._in_flight.popleft()
         expected = sum(row.snapshot.num_samples for row in step.rows if row.snapshot is not None)
         if len(outputs.token_ids) != expected:
-            raise ValueError(f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}")
+            raise ValueError(
+                f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
+            )
         tokens, logprobs = outputs.token_ids.tolist(), outputs.logprobs.tolist()
         changed, at = [], 0
         for row in step.rows:
@@ -446,15 +482,26 @@ class Scheduler:
                     )
         queued = {group.request_id for group in (*self.running, *self.waiting)}
         if queued != set(self._groups):
-            raise RuntimeError(f"queues hold {sorted(queued)}, known requests are {sorted(self._groups)}")
-        if not self._groups and not self._in_flight and self.blocks.num_free_blocks != self.blocks.num_blocks:
+            raise RuntimeError(
+                f"queues hold {sorted(queued)}, known requests are {sorted(self._groups)}"
+            )
+        if (
+            not self._groups
+            and not self._in_flight
+            and self.blocks.num_free_blocks != self.blocks.num_blocks
+        ):
             raise RuntimeError(
                 f"idle, but {self.blocks.num_blocks - self.blocks.num_free_blocks} blocks are still referenced"
             )
 
 
 def create_metadata(
-    group: SequenceGroup, seqs: list[Sequence], chunk: int, is_prefill: bool, blocks: BlockManager, config: SchedulerConfig
+    group: SequenceGroup,
+    seqs: list[Sequence],
+    chunk: int,
+    is_prefill: bool,
+    blocks: BlockManager,
+    config: SchedulerConfig,
 ) -> SequenceGroupMetadata:
     """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
     leader = seqs[0]

@@ -56,7 +56,9 @@ class Sequence:
         "stop_reason",
     )
 
-    def __init__(self, seq_id: int, prompt_token_ids: Seq[int] | np.ndarray, index: int = 0) -> None:
+    def __init__(
+        self, seq_id: int, prompt_token_ids: Seq[int] | np.ndarray, index: int = 0
+    ) -> None:
         prompt = _as_token_ids(prompt_token_ids)
         self.seq_id = seq_id
         self.index = index  # which of the request's samples
@@ -68,7 +70,9 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.block_digests: list[bytes] = []  # memo of the prefix cache: digest of each leading full block
+        self.block_digests: list[
+            bytes
+        ] = []  # memo of the prefix cache: digest of each leading full block
 
     def _set_buffers(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self._tokens, self._logprobs = tokens, logprobs
@@ -137,9 +141,13 @@ def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
         return array.astype(np.int32)
     info = np.iinfo(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"prompt_token_ids: expected a flat list of integers, got {token_ids!r:.80}")
+        raise ValueError(
+            f"prompt_token_ids: expected a flat list of integers, got {token_ids!r:.80}"
+        )
     if array.min() < info.min or array.max() > info.max:
-        raise ValueError(f"prompt_token_ids: expected 32-bit token ids, got {array.min()} to {array.max()}")
+        raise ValueError(
+            f"prompt_token_ids: expected 32-bit token ids, got {array.min()} to {array.max()}"
+        )
     return array.astype(np.int32)
 
 
@@ -164,7 +172,11 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return (
+            None
+            if self.first_scheduled_time is None
+            else self.first_scheduled_time - self.arrival_time
+        )
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -226,12 +238,18 @@ class SequenceGroup:
     @property
     def num_seats(self) -> int:
         """Sequences this group has or will have at once."""
-        return self.sampling_params.n if self.seqs[0].num_output_tokens == 0 else len(self.unfinished())
+        return (
+            self.sampling_params.n
+            if self.seqs[0].num_output_tokens == 0
+            else len(self.unfinished())
+        )
 
     def active(self) -> list[Sequence]:
         """The sequences that take part in the next step: the leader while the prompt is computed, else all."""
         live = self.unfinished()
-        return live[:1] if live and live[0].num_computed_tokens < live[0].num_prompt_tokens else live
+        return (
+            live[:1] if live and live[0].num_computed_tokens < live[0].num_prompt_tokens else live
+        )
 
     def num_tokens_to_feed(self) -> int:
         """Tokens each active sequence has to be fed before it can draw a token or its siblings can join."""

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTEXT_TOKENS = 4  # of the prompt, so that the first token is spaced as it would be in the middle of a text
+_CONTEXT_TOKENS = (
+    4  # of the prompt, so that the first token is spaced as it would be in the middle of a text
+)
 _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
     """Decodes token by token; bytes of an unfinished character are held back until it is whole.
 
-        text:  [ settled, visible ........ | may become a stop string ]
-                                           ^ len(visible)
+    text:  [ settled, visible ........ | may become a stop string ]
+                                       ^ len(visible)
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class TextStream:
             return None
         decode = self._tokenizer.decode
         before = decode(self._context, skip_special_tokens=self._skip_special_tokens)
-        whole = decode(self._context + self._token_ids, skip_special_tokens=self._skip_special_tokens)[len(before) :]
+        whole = decode(
+            self._context + self._token_ids, skip_special_tokens=self._skip_special_tokens
+        )[len(before) :]
         stop = self._append(whole[len(self.text) :]) if whole.startswith(self.text) else None
         self.is_over = True
         return stop

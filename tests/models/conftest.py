@@ -22,4 +22,6 @@ def hf_smollm2(smollm2: ModelSource):
     from transformers import AutoModelForCausalLM
 
     path = smollm2.path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()

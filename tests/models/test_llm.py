@@ -46,7 +46,9 @@ def token_ids(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def assert_same_but_for_ties(reference, prompts: list[list[int]], got: list[list[int]], want: list[list[int]], tie: float) -> int:
+def assert_same_but_for_ties(
+    reference, prompts: list[list[int]], got: list[list[int]], want: list[list[int]], tie: float
+) -> int:
     """Tokens are equal, or part where the reference's two best logits are closer than `tie`; returns how many parted."""
     ties = 0
     for prompt, a, b in zip(prompts, got, want, strict=True):
@@ -55,22 +57,29 @@ def assert_same_but_for_ties(reference, prompts: list[list[int]], got: list[list
         if part is not None:
             with torch.inference_mode():
                 best = reference(torch.tensor([prompt + b[:part]])).logits[0, -1].topk(2).values
-            assert best[0] - best[1] < tie, f"token {part}: {a[part]} against {b[part]}, best logits {best.tolist()}"
+            assert best[0] - best[1] < tie, (
+                f"token {part}: {a[part]} against {b[part]}, best logits {best.tolist()}"
+            )
             ties += 1
     return ties
+
+
+@torch.inference_mode()
+def transformers_greedy(model, prompt: list[int], tokens: int) -> list[int]:
+    """Greedy tokens through transformers' own KV cache, going on after an end-of-sequence token."""
+    output, cache, ids = [], None, prompt
+    for _ in range(tokens):
+        step = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache, ids = step.past_key_values, [int(step.logits[0, -1].argmax())]
+        output += ids
+    return output
 
 
 def test_greedy_tokens_equal_transformers(llm, hf_smollm2):
     """12 prompts x 48 tokens, the same dequantised weights, read by transformers' own GGUF loader."""
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     ours = token_ids(llm.generate(PROMPTS, greedy(48)))
-    theirs = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            out = hf_smollm2.generate(
-                torch.tensor([prompt]), max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-            theirs.append(out[0, len(prompt) :].tolist())
+    theirs = [transformers_greedy(hf_smollm2, prompt, 48) for prompt in prompts]
     ties = assert_same_but_for_ties(hf_smollm2, prompts, ours, theirs, NEAR_TIE)
     print(f"{ties} of {len(prompts)} comparisons ended by a near-tie")
 
@@ -85,13 +94,23 @@ def solo_runs(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]
     return [token_ids(llm.generate([prompt], greedy(tokens)))[0] for prompt in prompts]
 
 
-def test_32_requests_in_a_pool_that_forces_preemption_equal_their_solo_runs(llm, model_name, hf_smollm2):
+def test_32_requests_in_a_pool_that_forces_preemption_equal_their_solo_runs(
+    llm, model_name, hf_smollm2
+):
     prompts = mixed_prompts(llm, 32)
-    small = LLM(model_name, max_num_batched_tokens=64, num_gpu_blocks=40, max_model_len=512, enable_prefix_caching=False)
+    small = LLM(
+        model_name,
+        max_num_batched_tokens=64,
+        num_gpu_blocks=40,
+        max_model_len=512,
+        enable_prefix_caching=False,
+    )
     outputs = small.generate(prompts, greedy(16))
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert small.stats().num_used_blocks == 0
-    assert_same_but_for_ties(hf_smollm2, prompts, token_ids(outputs), solo_runs(llm, prompts, 16), 1e-4)
+    assert_same_but_for_ties(
+        hf_smollm2, prompts, token_ids(outputs), solo_runs(llm, prompts, 16), 1e-4
+    )
 
 
 def test_shared_prefix_is_not_recomputed_and_changes_nothing(llm, model_name, hf_smollm2):
@@ -101,20 +120,28 @@ def test_shared_prefix_is_not_recomputed_and_changes_nothing(llm, model_name, hf
     cached = sum(output.num_cached_tokens for output in outputs)
     fed = small.stats().num_batched_tokens
     total = sum(len(prompt) + 7 for prompt in prompts)
-    print(f"{cached} of {sum(map(len, prompts))} prompt tokens came from the cache; {fed} of {total} tokens were fed")
+    print(
+        f"{cached} of {sum(map(len, prompts))} prompt tokens came from the cache; {fed} of {total} tokens were fed"
+    )
     assert cached > 4000
     assert fed < total - 4000
     solo = LLM(model_name, max_model_len=512, enable_prefix_caching=False)
-    assert_same_but_for_ties(hf_smollm2, prompts, token_ids(outputs), solo_runs(solo, prompts, 8), 1e-4)
+    assert_same_but_for_ties(
+        hf_smollm2, prompts, token_ids(outputs), solo_runs(solo, prompts, 8), 1e-4
+    )
 
 
 def test_seeded_samples_do_not_depend_on_company(llm):
     """n = 3 with one stored prompt: each sample equals the solo run with seed + i (B25)."""
     params = SamplingParams(n=3, seed=11, max_tokens=8, temperature=0.9, top_p=0.95)
     prompt = PROMPTS[1]
-    [together, *_] = llm.generate([prompt, *PROMPTS[2:5]], [params, greedy(8), greedy(5), SamplingParams(max_tokens=9)])
+    [together, *_] = llm.generate(
+        [prompt, *PROMPTS[2:5]], [params, greedy(8), greedy(5), SamplingParams(max_tokens=9)]
+    )
     for index, completion in enumerate(together.outputs):
-        alone = llm.generate([prompt], SamplingParams(seed=11 + index, max_tokens=8, temperature=0.9, top_p=0.95))
+        alone = llm.generate(
+            [prompt], SamplingParams(seed=11 + index, max_tokens=8, temperature=0.9, top_p=0.95)
+        )
         assert completion.index == index
         assert completion.token_ids == alone[0].outputs[0].token_ids
         assert completion.text == alone[0].outputs[0].text
@@ -151,7 +178,9 @@ def test_closing_a_stream_aborts_what_is_left(llm):
 
 
 def test_end_of_sequence_ends_a_chat(llm):
-    [output] = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(max_tokens=120, temperature=0))
+    [output] = llm.chat(
+        [{"role": "user", "content": "Say hi."}], SamplingParams(max_tokens=120, temperature=0)
+    )
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].token_ids[-1] in llm.tokenizer.eos_token_ids
     assert "<|" not in output.outputs[0].text
@@ -201,7 +230,9 @@ def test_interpreted_kernels_give_the_same_tokens(model_name, dtype):
     def run(backend: str) -> str:
         env = {**os.environ, "OCTAVO_BACKEND": backend}
         env.pop("TRITON_INTERPRET", None)
-        done = subprocess.run([sys.executable, "-c", _TWO_PROMPTS, dtype], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _TWO_PROMPTS, dtype], env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from octavo.models import load_model, resolve_model, weights
 from octavo.models.weights import FetchError, ModelSource

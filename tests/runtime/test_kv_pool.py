@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from octavo.runtime.kv_pool import KVLayout, KVPool, block_bytes
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))
 def test_layers_are_views_of_contiguous_blocks(layout):
-    pool = KVPool(5, num_layers=3, block_size=4, num_kv_heads=2, head_size=8, dtype=torch.float16, layout=layout)
+    pool = KVPool(
+        5,
+        num_layers=3,
+        block_size=4,
+        num_kv_heads=2,
+        head_size=8,
+        dtype=torch.float16,
+        layout=layout,
+    )
     assert pool.num_blocks == 5
     assert pool.block_bytes == block_bytes(3, 4, 2, 8, torch.float16) == 3 * 2 * 4 * 2 * 8 * 2
     assert pool.data[1].is_contiguous()
@@ -19,9 +28,9 @@ def test_layers_are_views_of_contiguous_blocks(layout):
         assert k_cache.stride(-1) == 1
         k_cache[2, 3, 1, 7] = 10 + index
         v_cache[2, 3, 1, 7] = 20 + index
-    inner = (3, 1) if layout is KVLayout.NHD else (1, 3)
-    assert pool.data[2, :, 0, *inner, 7].tolist() == [10, 11, 12]
-    assert pool.data[2, :, 1, *inner, 7].tolist() == [20, 21, 22]
+    slot = pool.data[2] if layout is KVLayout.NHD else pool.data[2].transpose(2, 3)
+    assert slot[:, 0, 3, 1, 7].tolist() == [10, 11, 12]
+    assert slot[:, 1, 3, 1, 7].tolist() == [20, 21, 22]
     assert pool.data.count_nonzero() == 6
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 import pytest
+
 from octavo.runtime.launch_args import LaunchBuffers, build_launch_args
 from octavo.runtime.metadata import MetadataError, SequenceData, SequenceGroupMetadata
 from octavo.runtime.params import SamplingParams
@@ -16,14 +17,31 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 
 
-def snapshot(request_id="a", *, tokens=None, prompt_len=None, context, chunk, table, seq_id=0, computed=(), **changes):
-    tokens = np.arange(100, 100 + context + chunk, dtype=np.int32) if tokens is None else np.array(tokens, np.int32)
+def snapshot(
+    request_id="a",
+    *,
+    tokens=None,
+    prompt_len=None,
+    context,
+    chunk,
+    table,
+    seq_id=0,
+    computed=(),
+    **changes,
+):
+    tokens = (
+        np.arange(100, 100 + context + chunk, dtype=np.int32)
+        if tokens is None
+        else np.array(tokens, np.int32)
+    )
     prompt_len = len(tokens) if prompt_len is None else prompt_len
     fields = dict(
         request_id=request_id,
         is_prompt=len(tokens) == prompt_len,
         seq_data={
-            seq_id: SequenceData(tokens[:prompt_len], tokens[prompt_len:], context, 0.0, np.zeros(0, np.float32))
+            seq_id: SequenceData(
+                tokens[:prompt_len], tokens[prompt_len:], context, 0.0, np.zeros(0, np.float32)
+            )
         },
         block_tables={seq_id: np.array(table, np.int32)},
         sampling_params=SamplingParams(),
@@ -40,11 +58,17 @@ def build(*metadata):
 
 
 def as_lists(args):
-    return {name: getattr(args, name).tolist() for name in args.__slots__ if hasattr(getattr(args, name), "tolist")}
+    return {
+        name: getattr(args, name).tolist()
+        for name in args.__slots__
+        if hasattr(getattr(args, name), "tolist")
+    }
 
 
 def test_decode_and_prefill_chunk():
-    decode = snapshot("a", tokens=range(10, 16), prompt_len=5, context=5, chunk=1, table=[5, 2], seq_id=3)
+    decode = snapshot(
+        "a", tokens=range(10, 16), prompt_len=5, context=5, chunk=1, table=[5, 2], seq_id=3
+    )
     chunk = snapshot("b", tokens=range(20, 29), context=2, chunk=3, table=[7, 3], seq_id=1)
     args = build(decode, chunk)
     assert as_lists(args) == {
@@ -79,7 +103,9 @@ def test_key_length_of_a_chunk_ends_with_the_chunk():
 
 
 def test_resumed_sequence_feeds_prompt_and_output_across_their_border():
-    resumed = snapshot(tokens=range(50, 57), prompt_len=4, context=2, chunk=5, table=[1, 2], is_prompt=True)
+    resumed = snapshot(
+        tokens=range(50, 57), prompt_len=4, context=2, chunk=5, table=[1, 2], is_prompt=True
+    )
     args = build(resumed)
     assert args.input_ids.tolist() == [52, 53, 54, 55, 56]
     assert args.logits_indices.tolist() == [4]
@@ -89,7 +115,12 @@ def test_rows_go_by_seq_id_however_the_dicts_are_ordered():
     """B88: a dict or set order must not decide which row is whose."""
 
     def group(order):
-        data = {i: SequenceData(np.arange(3, dtype=np.int32), np.array([40 + i], np.int32), 3, 0.0, np.zeros(1)) for i in order}
+        data = {
+            i: SequenceData(
+                np.arange(3, dtype=np.int32), np.array([40 + i], np.int32), 3, 0.0, np.zeros(1)
+            )
+            for i in order
+        }
         tables = {i: np.array([1 + i], np.int32) for i in order}
         return snapshot(
             context=3, chunk=1, table=[1], seq_data=MappingProxyType(data), block_tables=MappingProxyType(tables),
@@ -105,7 +136,11 @@ def test_rows_go_by_seq_id_however_the_dicts_are_ordered():
 
 
 def test_first_token_of_n_samples_comes_from_one_row():
-    args = build(snapshot(tokens=range(3), context=0, chunk=3, table=[1], sampling_params=SamplingParams(n=3)))
+    args = build(
+        snapshot(
+            tokens=range(3), context=0, chunk=3, table=[1], sampling_params=SamplingParams(n=3)
+        )
+    )
     assert args.logits_indices.tolist() == [2, 2, 2]
 
 
@@ -119,7 +154,9 @@ def test_one_token_prefill_after_a_longer_one_is_not_counted_as_decode():
 
 def test_arguments_of_a_step_survive_the_building_of_the_next():
     buffers = LaunchBuffers()
-    first = build_launch_args([snapshot(context=0, chunk=2, table=[1])], BLOCK_SIZE, NUM_BLOCKS, buffers)
+    first = build_launch_args(
+        [snapshot(context=0, chunk=2, table=[1])], BLOCK_SIZE, NUM_BLOCKS, buffers
+    )
     before = as_lists(first)
     build_launch_args([snapshot(context=0, chunk=4, table=[3])], BLOCK_SIZE, NUM_BLOCKS, buffers)
     assert as_lists(first) == before
@@ -143,7 +180,10 @@ def test_buffers_grow():
         (dict(context=3, chunk=1, table=[1], computed=[1]), "computed_block_nums"),
         (dict(context=0, chunk=9, table=[1, 2, 3], tokens=range(4)), "token_chunk_size"),
         (dict(context=0, chunk=2, table=[1], tokens=range(4), do_sample=True), "do_sample"),
-        (dict(context=0, chunk=2, table=[1], block_tables={9: np.array([1], np.int32)}), "block_tables"),
+        (
+            dict(context=0, chunk=2, table=[1], block_tables={9: np.array([1], np.int32)}),
+            "block_tables",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(changes, field):
@@ -154,8 +194,11 @@ def test_contradictions_are_refused_by_name(changes, field):
 
 
 def test_two_rows_writing_one_slot_are_refused():
-    with pytest.raises(MetadataError, match="'b'.*'a'"):
-        build(snapshot("a", context=0, chunk=2, table=[3]), snapshot("b", context=0, chunk=2, table=[3]))
+    with pytest.raises(MetadataError, match=r"'b'.*'a'"):
+        build(
+            snapshot("a", context=0, chunk=2, table=[3]),
+            snapshot("b", context=0, chunk=2, table=[3]),
+        )
 
 
 def test_decode_after_prefill_is_refused():
@@ -179,7 +222,9 @@ def test_snapshot_survives_msgpack():
 
 
 def test_snapshot_is_frozen():
-    metadata = SequenceGroupMetadata.from_bytes(snapshot(context=2, chunk=3, table=[7, 3]).to_bytes())
+    metadata = SequenceGroupMetadata.from_bytes(
+        snapshot(context=2, chunk=3, table=[7, 3]).to_bytes()
+    )
     with pytest.raises(AttributeError):
         metadata.is_prompt = False  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from octavo.runtime.kv_pool import KVPool
 from octavo.runtime.metadata import SequenceData, SequenceGroupMetadata, StaleMetadataError
 from octavo.runtime.params import SamplingParams
@@ -27,7 +28,9 @@ def snapshot(tokens, table, generation_id=0) -> SequenceGroupMetadata:
     return SequenceGroupMetadata(
         request_id="r",
         is_prompt=True,
-        seq_data={0: SequenceData(np.array(tokens, np.int32), np.zeros(0, np.int32), 0, 0.0, np.zeros(0))},
+        seq_data={
+            0: SequenceData(np.array(tokens, np.int32), np.zeros(0, np.int32), 0, 0.0, np.zeros(0))
+        },
         block_tables={0: np.array(table, np.int32)},
         sampling_params=SamplingParams(temperature=0),
         token_chunk_size=len(tokens),
@@ -66,7 +69,10 @@ def test_blocks_move_in_order_and_before_the_writes(pools):
     assert pool.data[5].unique().tolist() == [3], "copied before 50 was written to block 3"
     assert pool.layer(0)[0][3, 0, 0, 0] == 50
     ModelRunner(EchoModel(), pool, host).execute(
-        [snapshot([51], [3])], blocks_to_swap_in=[(2, 1)], blocks_to_copy=[(1, 2)], generation_of=lambda _: 0
+        [snapshot([51], [3])],
+        blocks_to_swap_in=[(2, 1)],
+        blocks_to_copy=[(1, 2)],
+        generation_of=lambda _: 0,
     )
     assert pool.data[1].unique().tolist() == [102]
     assert pool.data[2].unique().tolist() == [102], "copies come after swaps"

@@ -13,7 +13,9 @@ class Harness:
 
     def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **config) -> None:
         config = {"max_model_len": 1024, "vocab_size": VOCAB, "watermark": 0.0, **config}
-        self.scheduler = Scheduler(SchedulerConfig(num_gpu_blocks=num_blocks, block_size=block_size, **config))
+        self.scheduler = Scheduler(
+            SchedulerConfig(num_gpu_blocks=num_blocks, block_size=block_size, **config)
+        )
         self.runner = ShadowRunner(block_size)
         self.engine = Engine(self.scheduler, self.runner, check=True)
         self.finished: dict[str, Request] = {}
@@ -27,7 +29,9 @@ class Harness:
         return self.blocks.num_blocks - self.blocks.num_free_blocks
 
     def add(self, request_id: str, prompt, max_tokens: int = 8, n: int = 1, **kwargs) -> Request:
-        return self.engine.add_request(request_id, list(prompt), SamplingParams(n=n, max_tokens=max_tokens), **kwargs)
+        return self.engine.add_request(
+            request_id, list(prompt), SamplingParams(n=n, max_tokens=max_tokens), **kwargs
+        )
 
     def step(self) -> list[Request]:
         changed = self.engine.step()

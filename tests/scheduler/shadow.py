@@ -20,7 +20,10 @@ def prefix_digest(parent: bytes, token: int) -> bytes:
 
 
 def next_token(digest: bytes, index: int) -> int:
-    return int.from_bytes(blake2b(bytes([index]), digest_size=4, key=digest).digest(), "little") % VOCAB
+    return (
+        int.from_bytes(blake2b(bytes([index]), digest_size=4, key=digest).digest(), "little")
+        % VOCAB
+    )
 
 
 class ShadowRunner:
@@ -31,12 +34,20 @@ class ShadowRunner:
         self.num_tokens = 0
 
     def execute(
-        self, seq_group_metadata_list, *, blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy, generation_of
+        self,
+        seq_group_metadata_list,
+        *,
+        blocks_to_swap_in,
+        blocks_to_swap_out,
+        blocks_to_copy,
+        generation_of,
     ) -> SamplerOutput:
         assert not blocks_to_swap_in and not blocks_to_swap_out
         self.num_steps += 1
         size = self.block_size
-        sources = {src: [self.slots.get(src * size + i) for i in range(size)] for src, _ in blocks_to_copy}
+        sources = {
+            src: [self.slots.get(src * size + i) for i in range(size)] for src, _ in blocks_to_copy
+        }
         for src, dst in blocks_to_copy:
             for i, digest in enumerate(sources[src]):
                 if digest is None:
@@ -53,7 +64,9 @@ class ShadowRunner:
             for _, data, table in metadata.rows():
                 digest = self._read(data, table, metadata.token_chunk_size)
                 if metadata.is_first_sample:
-                    tokens += [next_token(digest, index) for index in range(metadata.sampling_params.n)]
+                    tokens += [
+                        next_token(digest, index) for index in range(metadata.sampling_params.n)
+                    ]
                 elif metadata.do_sample:
                     tokens.append(next_token(digest, data.index))
         return SamplerOutput(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32))
@@ -66,7 +79,9 @@ class ShadowRunner:
     def _write(self, data, table, chunk: int, written: set[int]) -> None:
         context = data.num_computed_tokens
         digest = self.slots[self._slot(table, context - 1)] if context else b""
-        for position, token in enumerate(data.token_ids(context, context + chunk).tolist(), context):
+        for position, token in enumerate(
+            data.token_ids(context, context + chunk).tolist(), context
+        ):
             digest = prefix_digest(digest, token)
             slot = self._slot(table, position)
             assert slot not in written, "two rows write one slot"

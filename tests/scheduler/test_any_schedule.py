@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from octavo.runtime.params import SamplingParams
 from octavo.scheduler import Engine, Scheduler, SchedulerConfig
 from octavo.tests.scheduler.shadow import VOCAB, ShadowRunner, solo
@@ -42,11 +43,16 @@ def test_tokens_equal_solo_run(seed):
     expected = {}
     pending = []
     for i in range(rng.randint(1, 14)):
-        prompt = shared[: rng.randint(0, len(shared))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        prompt = shared[: rng.randint(0, len(shared))] + [
+            rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))
+        ]
         n = rng.choice([1, 1, 1, 2, 3]) if config.num_seats >= 3 else 1
         # a request that fits the pool alone at full length, so that its solo run is the whole answer
         max_tokens = rng.randint(1, 24)
-        if -(-(len(prompt) + max_tokens) // block_size) * n > num_blocks or len(prompt) + max_tokens > 80:
+        if (
+            -(-(len(prompt) + max_tokens) // block_size) * n > num_blocks
+            or len(prompt) + max_tokens > 80
+        ):
             continue
         pending.append((f"r{i}", prompt, SamplingParams(n=n, max_tokens=max_tokens)))
         expected[f"r{i}"] = [solo(prompt, max_tokens, index) for index in range(n)]
@@ -62,5 +68,8 @@ def test_tokens_equal_solo_run(seed):
                 if request.finished:
                     assert request.group.request_id not in finished
                     finished[request.group.request_id] = request
-    got = {name: [seq.output_token_ids.tolist() for seq in r.group.seqs] for name, r in finished.items()}
+    got = {
+        name: [seq.output_token_ids.tolist() for seq in r.group.seqs]
+        for name, r in finished.items()
+    }
     assert got == expected

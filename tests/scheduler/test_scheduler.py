@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from octavo.runtime.metadata import SamplerOutput
 from octavo.runtime.params import SamplingParams
 from octavo.scheduler import SchedulerConfig, SequenceGroup, SequenceStatus
@@ -69,14 +70,19 @@ def test_duplicate_id_is_refused_and_the_first_is_unharmed():
     assert h.tokens("r") == solo(prompt(9), 8)
 
 
-@pytest.mark.parametrize("field", ["num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+@pytest.mark.parametrize(
+    "field",
+    ["num_gpu_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"],
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=f"^{field}: expected"):
         SchedulerConfig(**{"num_gpu_blocks": 8, field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("policy", "lifo"), ("preemption_mode", "x"), ("watermark", 1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("policy", "lifo"), ("preemption_mode", "x"), ("watermark", 1.0)]
+)
 def test_config_choices_are_checked(field, value):
     with pytest.raises(ValueError, match=f"^{field}: expected"):
         SchedulerConfig(num_gpu_blocks=8, **{field: value})
@@ -133,7 +139,12 @@ def test_without_chunking_a_prompt_runs_whole_or_waits():
     h.drain()
     assert h.tokens("b") == solo(prompt(40, 5), 8)
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        SchedulerConfig(num_gpu_blocks=64, max_model_len=65, max_num_batched_tokens=64, enable_chunked_prefill=False)
+        SchedulerConfig(
+            num_gpu_blocks=64,
+            max_model_len=65,
+            max_num_batched_tokens=64,
+            enable_chunked_prefill=False,
+        )
 
 
 # -- prefix cache
@@ -374,7 +385,9 @@ def test_abort_of_a_preempted_request():
     h = Harness(num_blocks=5, enable_prefix_caching=False)
     h.add("old", prompt(8), max_tokens=12)
     young = h.add("young", prompt(7, 500), max_tokens=12)
-    while young.group.state is not SequenceStatus.WAITING or not young.group.metrics.num_preemptions:
+    while (
+        young.group.state is not SequenceStatus.WAITING or not young.group.metrics.num_preemptions
+    ):
         h.step()
     h.engine.abort("young")
     h.drain()
@@ -475,7 +488,9 @@ def test_computed_blocks_are_those_before_the_step():
         [metadata] = h.scheduler.schedule().seq_group_metadata_list
         [(_, data, table)] = list(metadata.rows())
         seen.append((data.num_computed_tokens, len(metadata.computed_block_nums), len(table)))
-        assert metadata.computed_block_nums.tolist() == table[: data.num_computed_tokens // 4].tolist()
+        assert (
+            metadata.computed_block_nums.tolist() == table[: data.num_computed_tokens // 4].tolist()
+        )
         step = h.scheduler._in_flight[-1]
         h.scheduler._in_flight.clear()
         assert step.rows

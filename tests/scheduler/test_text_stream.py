@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.scheduler.text_stream import TextStream
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from octavo.scheduler.text_stream import TextStream
 
 
 def byte_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
     """Byte-level: 256 single bytes, the given ASCII words as further tokens, and one special token <end>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*alphabet, *words])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate([*alphabet, *words])}, merges=[])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
     return tokenizer
@@ -46,7 +51,7 @@ def run(stream: TextStream, token_ids: list[int]) -> tuple[list[str], str | None
 
 def assert_only_grows(seen: list[str]) -> None:
     """B74: what was sent is never taken back, so the deltas add up to the final text."""
-    for earlier, later in zip(seen, seen[1:], strict=False):
+    for earlier, later in pairwise(seen):
         assert later.startswith(earlier)
 
 
@@ -77,7 +82,9 @@ def test_stop_string_over_token_edges(include, expected):
 
 def test_only_a_suffix_that_can_still_match_is_held_back():
     """B72: a long stop string must not delay text that cannot become part of it."""
-    seen, stop = run(TextStream(BYTES, [], ("<|long_stop_marker|>",)), byte_ids(b"plain text < and <| more"))
+    seen, stop = run(
+        TextStream(BYTES, [], ("<|long_stop_marker|>",)), byte_ids(b"plain text < and <| more")
+    )
     assert stop is None
     assert seen[8] == "plain tex"[:9]
     assert seen[11] == "plain text "
