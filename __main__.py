@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -112,20 +113,22 @@ def _escape(text: str) -> str:
 
 def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
     console = Console(highlight=False)
-    table = Table(title="where each request's time went (ms)", title_justify="left")
+    table = Table(title="where each request's time went, in ms", title_justify="left", box=SIMPLE)
     for name in (
         "prompt",
-        "tokens in",
+        "in",
         "cached",
-        "tokens out",
-        "ended by",
+        "out",
+        "end",
         "queue",
-        "first token",
+        "first",
         "model",
-        "scheduler",
+        "sched",
         "total",
     ):
-        table.add_column(name, justify="left" if name in ("prompt", "ended by") else "right")
+        table.add_column(
+            name, justify="left" if name in ("prompt", "end") else "right", no_wrap=True
+        )
     for output in outputs:
         metrics, completion = output.metrics, output.outputs[0]
         assert metrics is not None and metrics.finished_time is not None
@@ -137,12 +140,12 @@ def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None
             metrics.finished_time - metrics.arrival_time,
         )
         table.add_row(
-            _escape((output.prompt or "(chat)")[:32]),
+            _escape((output.prompt or "(chat)")[:20]),
             str(len(output.prompt_token_ids)),
             str(metrics.num_cached_tokens),
             str(len(completion.token_ids)),
             str(completion.finish_reason),
-            *(f"{1000 * (t or 0):.1f}" for t in times),
+            *(f"{1000 * (t or 0):.0f}" for t in times),
         )
     console.print(table)
     engine = llm.stats()

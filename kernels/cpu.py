@@ -76,35 +76,26 @@ def paged_attention(
         q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
     )
     num_seqs = seq_lens.shape[0]
-    check_tensor("query_start_loc", query_start_loc, shape=(num_seqs + 1,), dtype=torch.int32)
+    shape = (num_seqs + 1,)
+    check_tensor(
+        "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
+    )
     scores = _Scores(scale, causal, window, softcap, alibi_slopes, sinks)
     lengths = seq_lens.tolist()
+
+    def attend_one(seq: int, queries: slice) -> None:
+        table, length = block_tables[seq], lengths[seq]
+        _attend_sequence(q, k_cache, v_cache, queries, length, table, scores, out, lse)
 
     for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1]):
         if len(rows) > 1:
             _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out, lse)
-        elif lengths[rows[0]] > 0:
-            queries = slice(rows[0], rows[0] + 1)
-            _attend_sequence(
-                q,
-                k_cache,
-                v_cache,
-                queries,
-                lengths[rows[0]],
-                block_tables[rows[0]],
-                scores,
-                out,
-                lse,
-            )
         else:
-            _clear(slice(rows[0], rows[0] + 1), out, lse)
+            attend_one(rows[0], slice(rows[0], rows[0] + 1))
     if num_decodes < num_seqs:
         starts = query_start_loc.tolist()
         for seq in range(num_decodes, num_seqs):
-            queries = slice(starts[seq], starts[seq + 1])
-            _attend_sequence(
-                q, k_cache, v_cache, queries, lengths[seq], block_tables[seq], scores, out, lse
-            )
+            attend_one(seq, slice(starts[seq], starts[seq + 1]))
 
 
 def _plan_decodes(lengths: list[int], block_size: int) -> list[list[int]]:
@@ -122,12 +113,6 @@ def _plan_decodes(lengths: list[int], block_size: int) -> list[list[int]]:
         group.append(row)
         num_blocks += row_blocks
     return [*groups, group]
-
-
-def _clear(rows: slice, out: Tensor, lse: Tensor | None) -> None:
-    out[rows] = 0
-    if lse is not None:
-        lse[rows] = -math.inf
 
 
 def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out, lse) -> None:
@@ -191,7 +176,9 @@ def _attend_sequence(q, k_cache, v_cache, queries, seq_len, table, scores, out, 
         unseeing = slice(
             queries.start, queries.stop if seq_len == 0 else queries.start - context_len
         )
-        _clear(unseeing, out, lse)
+        out[unseeing] = 0
+        if lse is not None:
+            lse[unseeing] = -math.inf
         queries, context_len = slice(unseeing.stop, queries.stop), 0
     query_len = queries.stop - queries.start
     if query_len == 0:
@@ -261,10 +248,9 @@ def _attend_fused(q, k, v, offset, scores, out, lse) -> None:
     if square and scores.window is None and scores.alibi_slopes is None:
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
     else:
-        bias = _bias(q.shape[2], k.shape[2], offset, scores)
-        if bias is not None:
-            bias = bias.to(q.dtype)
-            bias = bias.unflatten(0, (num_kv_heads, -1)) if bias.dim() == 3 else bias
+        bias = _bias(q.shape[2], k.shape[2], offset, scores)  # fp32, also for a 16-bit q
+        if bias is not None and bias.dim() == 3:
+            bias = bias.unflatten(0, (num_kv_heads, -1))
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scores.scale)
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
@@ -313,13 +299,6 @@ def reshape_and_cache(
     check_key_value(k, v, k_cache, v_cache, slot_mapping)
     block_size = k_cache.shape[1]
     num_slots = slot_mapping.shape[0]
-    if num_slots <= 2:  # plain copies cost less than building index tensors
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                block, offset = divmod(slot, block_size)
-                k_cache[block, offset] = k[token]
-                v_cache[block, offset] = v[token]
-        return
     slots = slot_mapping.numpy()
     k, v = k[:num_slots], v[:num_slots]
     if (slots < 0).any():

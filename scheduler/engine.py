@@ -19,7 +19,7 @@ from .text_stream import TextStream
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from .scheduler import SchedulerOutputs
+    from .step import SchedulerOutputs
 
 
 class Runner(Protocol):

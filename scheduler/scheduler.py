@@ -19,124 +19,14 @@ import logging
 import time
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata
+from ..runtime.metadata import SamplerOutput
 from .block_manager import BlockManager, cdiv
+from .config import SchedulerConfig
 from .sequence import Sequence, SequenceGroup, SequenceStatus
+from .step import Row, SchedulerOutputs, Step, create_metadata
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and policy. Raises ValueError naming the field, what was expected and what came.
-
-    num_gpu_blocks          usable blocks of the pool, the null block not counted
-    max_num_seqs            seats: sequences that may hold KV at once (prefills count their n future sequences)
-    max_num_batched_tokens  most tokens fed in one step; also bounds the seats, so that every seat can be fed
-    max_model_len           most tokens of one sequence, prompt and output
-    vocab_size              prompt token ids must be below it; None skips the check
-    watermark               share of the pool that admission leaves free while others run, against thrashing
-    policy                  "fcfs"
-    preemption_mode         "recompute" (and "auto", which means it)
-    """
-
-    num_gpu_blocks: int
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 2048
-    vocab_size: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    sliding_window: int | None = None
-    watermark: float = 0.01
-    policy: str = "fcfs"
-    preemption_mode: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_gpu_blocks",
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark: expected a number in [0, 1), got {self.watermark!r}")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens: expected at least max_model_len = {self.max_model_len} without chunked "
-                f"prefill, got {self.max_num_batched_tokens}"
-            )
-        for name, known in (("policy", ("fcfs",)), ("preemption_mode", ("auto", "recompute"))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
-
-    @property
-    def num_seats(self) -> int:
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-    @property
-    def max_seq_len(self) -> int:
-        """Most tokens one sequence can reach: the model's limit or the whole pool."""
-        return min(self.max_model_len, self.num_gpu_blocks * self.block_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerOutputs:
-    """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
-
-    blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy are (source, destination) pairs, applied in this order
-    before any KV of the step is written. `ignored` are groups that ended without being run; `preempted` lost their
-    blocks in this step and wait again.
-    """
-
-    seq_group_metadata_list: list[SequenceGroupMetadata]
-    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
-    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    num_batched_tokens: int = 0
-    ignored: list[SequenceGroup] = field(default_factory=list)
-    preempted: list[SequenceGroup] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.seq_group_metadata_list
-
-
-@dataclass
-class _Row:
-    """One group's place in a step."""
-
-    group: SequenceGroup
-    seqs: list[Sequence]
-    chunk: int  # tokens fed to each of seqs
-    is_prefill: bool
-    snapshot: SequenceGroupMetadata | None = None
-    published: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Step:
-    """A step being put together, then in flight."""
-
-    token_budget: int
-    rows: list[_Row] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[SequenceGroup] = field(default_factory=list)
-    ignored: list[SequenceGroup] = field(default_factory=list)
-    is_short_of_blocks: bool = False  # some running group found no room
-
-    def has(self, group: SequenceGroup) -> bool:
-        return any(row.group is group for row in self.rows)
 
 
 class Scheduler:
@@ -150,7 +40,7 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()  # both in order of arrival
         self.running: list[SequenceGroup] = []
         self._groups: dict[str, SequenceGroup] = {}
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
@@ -253,13 +143,13 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutputs:
         """Choose the next step's work, make room for it and freeze it into snapshots."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.is_short_of_blocks:
             self._schedule_waiting(step)
         return self._order(step)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         by_phase = sorted(
             self.running, key=lambda group: group.is_prefill
         )  # stable: arrival order within a phase
@@ -280,7 +170,7 @@ class Scheduler:
         return min(num_tokens, budget)
 
     def _make_room(
-        self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step
+        self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step
     ) -> bool:
         """Free blocks for `group` at the expense of younger groups that have no place in this step yet."""
         while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
@@ -316,7 +206,7 @@ class Scheduler:
         shared = group.num_prompt_tokens // size if len(live) > 1 else 0
         return shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: Step) -> None:
         seats = self.config.num_seats - sum(group.num_seats for group in self.running)
         while self.waiting and step.token_budget > 0:
             group = self.waiting[0]
@@ -324,7 +214,7 @@ class Scheduler:
                 break
             seats -= group.num_seats
 
-    def _admit(self, group: SequenceGroup, step: _Step) -> bool:
+    def _admit(self, group: SequenceGroup, step: Step) -> bool:
         """Give a waiting group its first blocks and a place in the step, or leave everything as it was.
 
         A new request needs room for its first chunk only. One that was preempted needs room for all it will hold,
@@ -357,15 +247,15 @@ class Scheduler:
         self._place(group, [leader], chunk, step)
         return True
 
-    def _place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: _Step) -> None:
+    def _place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> None:
         copies = self.blocks.grow(seqs, chunk)
         if copies:
             step.copies += copies
             group.generation_id += 1
         step.token_budget -= chunk * len(seqs)
-        step.rows.append(_Row(group, seqs, chunk, group.is_prefill))
+        step.rows.append(Row(group, seqs, chunk, group.is_prefill))
 
-    def _order(self, step: _Step) -> SchedulerOutputs:
+    def _order(self, step: Step) -> SchedulerOutputs:
         """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
         for row in step.rows:
             row.snapshot = create_metadata(
@@ -435,7 +325,7 @@ class Scheduler:
                     self.blocks.free(seq)  # waited for this step
         return changed
 
-    def _write_back(self, row: _Row, drawn: list[tuple[int, float]]) -> None:
+    def _write_back(self, row: Row, drawn: list[tuple[int, float]]) -> None:
         group, seqs = row.group, row.seqs
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.perf_counter()
@@ -493,33 +383,3 @@ class Scheduler:
             raise RuntimeError(
                 f"idle, but {self.blocks.num_blocks - self.blocks.num_free_blocks} blocks are still referenced"
             )
-
-
-def create_metadata(
-    group: SequenceGroup,
-    seqs: list[Sequence],
-    chunk: int,
-    is_prefill: bool,
-    blocks: BlockManager,
-    config: SchedulerConfig,
-) -> SequenceGroupMetadata:
-    """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
-    leader = seqs[0]
-    computed = leader.num_computed_tokens
-    metadata = SequenceGroupMetadata(
-        request_id=group.request_id,
-        is_prompt=is_prefill,
-        seq_data=MappingProxyType({seq.seq_id: seq.snapshot() for seq in seqs}),
-        block_tables=MappingProxyType({seq.seq_id: blocks.table(seq.seq_id) for seq in seqs}),
-        sampling_params=group.sampling_params,
-        token_chunk_size=chunk,
-        computed_block_nums=blocks.table(leader.seq_id)[: computed // config.block_size],
-        do_sample=computed + chunk == leader.num_tokens,
-        generation_id=group.generation_id,
-        sliding_window=config.sliding_window,
-        lora_request=group.lora_request,
-        prompt_adapter_request=group.prompt_adapter_request,
-    )
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("snapshot %s", metadata.describe())
-    return metadata

@@ -14,13 +14,16 @@ import pytest
 import octavo.kernels
 from octavo.tests.kernels.aot import TARGETS
 
-# Bytes of local memory a thread may spill, where not 0: an upper bound of what is known, to be lowered.
+# What a thread may spill (bytes on NVIDIA, registers on AMD) where not 0: bounds to be lowered, never raised.
 MOST_SPILLS = {
     ("sm_80", "prefill-d64"): 48,
     ("sm_80", "prefill-d128-full"): 48,
     ("sm_80", "prefill-d64-options"): 80,
     ("sm_80", "prefill-d128-options"): 72,
     ("sm_90", "prefill-d64-options"): 56,
+    ("gfx942", "prefill-d128"): 7,
+    ("gfx942", "prefill-d128-full"): 19,
+    ("gfx942", "prefill-d128-options"): 74,
 }
 
 
