@@ -17,7 +17,8 @@ class EchoModel:
 
     def __call__(self, args, kv):
         k_cache, _ = kv.layer(0)
-        k_cache.flatten(0, 1)[args.slot_mapping, 0, 0] = args.input_ids.float()
+        block, offset = args.slot_mapping // kv.block_size, args.slot_mapping % kv.block_size
+        k_cache[block, offset, 0, 0] = args.input_ids.float()
         return args.input_ids.float()[:, None]
 
     def compute_logits(self, hidden):
