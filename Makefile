@@ -25,9 +25,8 @@ demo: $(VENV)/installed
 		"A paged KV cache is" \
 		"Once upon a time, a printer folded a sheet into eight leaves and"
 
-# One thread for each of the two workers.
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

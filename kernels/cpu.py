@@ -344,9 +344,11 @@ def rotary_embedding(
     for x in (q, k):
         x = x[..., :rotary_size]
         a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
-        rotated = a * cos - b * sin, b * cos + a * sin  # fp32, from any dtype
-        a.copy_(rotated[0])
-        b.copy_(rotated[1])
+        # products in fp32, whatever the dtype of x
+        first = (a * cos).addcmul_(b, sin, value=-1)
+        second = (b * cos).addcmul_(a, sin)
+        a.copy_(first)
+        b.copy_(second)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

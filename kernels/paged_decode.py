@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_attention, multiprocessors
+from ._checks import check_attention, check_tensor, multiprocessors
 from ._online_softmax import LN_2, LOG2_E, accumulate, base2_scores, finish, gather_slots
 
 
@@ -261,6 +261,7 @@ def paged_decode(
     check_attention(
         q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
     )
+    check_tensor("seq_lens", seq_lens, shape=(num_seqs,))
     if num_seqs == 0:
         return out
     group = num_q_heads // num_kv_heads

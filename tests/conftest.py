@@ -9,11 +9,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(
-        1
-    )  # the workers share the cores; more threads than cores only wait for one another
-
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 if workers > 1:  # workers that all use every core spend their time waiting for one another
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
