@@ -256,3 +256,11 @@ def check_states(
         check_tensor(
             name, lse, shape=tuple(out_a.shape[:2]), dtype=torch.float32, device=out_a.device
         )
+
+
+@functools.cache
+def has_warpgroup_mma(device: torch.device) -> bool:
+    """Whether four warps share one matrix product, operands in shared memory (Hopper)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9

@@ -46,7 +46,7 @@ def compile_launches(target: str) -> list[Compiled]:
     results: list[Compiled] = []
     for name, case in CASES.items():
         with _captured(name, target, results):
-            case()
+            case(target)
     return results
 
 
@@ -137,7 +137,8 @@ def _resources(asm: dict) -> tuple[int | None, int | None]:
 SHAPES = {
     "d64": (9, 3, 64),
     "d128": (32, 8, 128),
-}  # query heads, KV heads, head size: SmolLM2-135M, Llama-3-8B
+    "d256": (16, 8, 256),
+}  # query heads, KV heads, head size: SmolLM2-135M, Llama-3-8B, Gemma-2-9B
 
 
 def _attention(shape: str, num_seqs: int, query_len: int, max_seq_len: int, **options) -> dict:
@@ -181,12 +182,19 @@ def _decode(shape: str, num_seqs: int, **options) -> None:
     paged_decode(**_attention(shape, num_seqs, 1, 4096), **options, plan=plan)
 
 
-def _prefill(shape: str, **options) -> None:
-    from octavo.kernels.paged_prefill import paged_prefill
+def _prefill(shape: str, target: str, **options: object) -> None:
+    from octavo.kernels.paged_prefill import paged_prefill, plan_paged_prefill
 
+    num_q_heads, num_kv_heads, head_size = SHAPES[shape]
+    plan = plan_paged_prefill(
+        group=num_q_heads // num_kv_heads,
+        head_size=head_size,
+        element_size=2,
+        has_warpgroup_mma=target == "sm_90",
+    )
     starts = torch.tensor([0, 32, 64], dtype=torch.int32)
     arguments = _attention(shape, 2, 32, 4096)
-    paged_prefill(**arguments, **options, query_start_loc=starts, max_query_len=32)
+    paged_prefill(**arguments, **options, query_start_loc=starts, max_query_len=32, plan=plan)
 
 
 def _layer_ops(shape: str) -> None:
@@ -223,14 +231,17 @@ def _copies() -> None:
 
 
 CASES = {
-    **{f"decode-{s}-split": lambda s=s: _decode(s, 1) for s in SHAPES},
-    **{f"decode-{s}-whole": lambda s=s: _decode(s, 2048) for s in SHAPES},
-    "decode-d128-options": lambda: _decode("d128", 64, **_all_options("d128")),
-    **{f"prefill-{s}": lambda s=s: _prefill(s) for s in SHAPES},
-    "prefill-d128-full": lambda: _prefill("d128", causal=False),
-    **{f"prefill-{s}-options": lambda s=s: _prefill(s, **_all_options(s)) for s in SHAPES},
-    **{f"layer-{s}": lambda s=s: _layer_ops(s) for s in SHAPES},
-    "copies": _copies,
+    **{f"decode-{s}-split": lambda _, s=s: _decode(s, 1) for s in SHAPES},
+    **{f"decode-{s}-whole": lambda _, s=s: _decode(s, 2048) for s in SHAPES},
+    "decode-d128-options": lambda _: _decode("d128", 64, **_all_options("d128")),
+    **{f"prefill-{s}": lambda target, s=s: _prefill(s, target) for s in SHAPES},
+    "prefill-d128-full": lambda target: _prefill("d128", target, causal=False),
+    **{
+        f"prefill-{s}-options": lambda target, s=s: _prefill(s, target, **_all_options(s))
+        for s in SHAPES
+    },
+    **{f"layer-{s}": lambda _, s=s: _layer_ops(s) for s in SHAPES if s != "d256"},
+    "copies": lambda _: _copies(),
 }
 
 

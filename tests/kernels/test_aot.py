@@ -14,18 +14,6 @@ import pytest
 import octavo.kernels
 from octavo.tests.kernels.aot import TARGETS
 
-# What a thread may spill (bytes on NVIDIA, registers on AMD) where not 0: bounds to be lowered, never raised.
-MOST_SPILLS = {
-    ("sm_80", "prefill-d64"): 48,
-    ("sm_80", "prefill-d128-full"): 48,
-    ("sm_80", "prefill-d64-options"): 80,
-    ("sm_80", "prefill-d128-options"): 72,
-    ("sm_90", "prefill-d64-options"): 56,
-    ("gfx942", "prefill-d128"): 7,
-    ("gfx942", "prefill-d128-full"): 19,
-    ("gfx942", "prefill-d128-options"): 74,
-}
-
 
 def kernel_names() -> set[str]:
     """All @triton.jit functions that are launched: those named `_<op>_kernel`."""
@@ -50,5 +38,4 @@ def test_every_kernel_compiles(target) -> None:
     launches = [json.loads(line) for line in done.stdout.splitlines()]
     assert [launch for launch in launches if launch["error"]] == []
     assert kernel_names() - {launch["kernel"] for launch in launches} == set()
-    spilled = {launch["case"]: launch["spills"] for launch in launches if launch["spills"]}
-    assert {case: n for case, n in spilled.items() if n > MOST_SPILLS.get((target, case), 0)} == {}
+    assert {launch["case"]: launch["spills"] for launch in launches if launch["spills"]} == {}

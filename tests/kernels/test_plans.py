@@ -35,8 +35,11 @@ def test_attention_tiles(head_size, group) -> None:
             assert is_power_of_two(plan.tile_kv) and is_power_of_two(plan.num_warps)
             # a split has work for at least four tiles
             assert plan.num_splits == 1 or plan.num_splits * 4 * plan.tile_kv <= max_seq_len
-    plan = plan_paged_prefill(group=group, head_size=head_size, element_size=2)
-    assert is_power_of_two(plan.rows) and plan.rows >= max(64, group)
+    for has_warpgroup_mma in (False, True):
+        plan = plan_paged_prefill(
+            group=group, head_size=head_size, element_size=2, has_warpgroup_mma=has_warpgroup_mma
+        )
+        assert is_power_of_two(plan.rows) and plan.rows >= max(64, group)
 
 
 def test_decode_splits_fill_the_gpu_when_sequences_are_few() -> None:
