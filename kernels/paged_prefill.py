@@ -193,7 +193,7 @@ class PrefillPlan:
 
 
 def plan_paged_prefill(
-    *, group: int, head_size: int, element_size: int, has_warpgroup_mma: bool
+    *, group: int, head_size: int, element_size: int, warpgroup_mma: bool
 ) -> PrefillPlan:
     """Launch choices from shapes and the kind of matrix product alone: the largest tiles that spill nothing.
 
@@ -201,8 +201,8 @@ def plan_paged_prefill(
     registers, which 64 tokens at a time overflow. Compiled for sm_80, sm_90 and gfx942 with all options on or off, head
     sizes 64, 128 and 256: zero spills (64 tokens spilled 48 bytes on sm_80 at 128, 6 registers on gfx942 at 64).
     """
-    rows = max(128 if head_size <= 128 or has_warpgroup_mma else 64, triton.next_power_of_2(group))
-    tile_kv = 64 if has_warpgroup_mma and head_size <= 128 and element_size <= 2 else 32
+    rows = max(128 if head_size <= 128 or warpgroup_mma else 64, triton.next_power_of_2(group))
+    tile_kv = 64 if warpgroup_mma and head_size <= 128 and element_size <= 2 else 32
     return PrefillPlan(rows, tile_kv, num_warps=8, num_stages=2)
 
 
@@ -262,7 +262,10 @@ def paged_prefill(
     group = num_q_heads // num_kv_heads
     if plan is None:
         plan = plan_paged_prefill(
-            group=group, head_size=max(head_size, head_size_v), element_size=q.element_size()
+            group=group,
+            head_size=max(head_size, head_size_v),
+            element_size=q.element_size(),
+            warpgroup_mma=has_warpgroup_mma(q.device),
         )
     tile_q = plan.rows // group
     _paged_prefill_kernel[(num_tokens // tile_q + num_seqs, num_kv_heads)](

@@ -126,9 +126,9 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_first_sample(self) -> bool:
         """This step draws the first token of the request: all n samples come from the one prompt row."""
-        return self.do_sample and all(
-            len(data.output_token_ids) == 0 for data in self.seq_data.values()
-        )
+        if not self.do_sample or len(self.seq_data) > 1:
+            return False
+        return all(len(data.output_token_ids) == 0 for data in self.seq_data.values())
 
     @property
     def num_samples(self) -> int:

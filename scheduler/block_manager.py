@@ -111,22 +111,24 @@ class BlockManager:
     def num_blocks_needed(self, seqs: Iterable[Sequence], num_new_tokens: int) -> int:
         """Blocks to be had before each sequence can be fed `num_new_tokens` more, copies of shared blocks included."""
         needed = 0
-        leaving: Counter[int] = Counter()  # sharers that will have taken a copy by then
+        leaving: list[
+            int
+        ] = []  # shared blocks, once for each sharer that will have taken a copy by then
         for seq in seqs:
             table = self._tables[seq.seq_id]
-            needed += max(
-                0, cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
-            )
-            for index in self._written_entries(seq, table):
-                block = table[index]
-                if self.ref_count[block] - leaving[block] > 1:
-                    leaving[block] += 1
-                    needed += 1
+            needed += cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
+            tail = self._partial_tail(seq, table)
+            if tail is not None and self.ref_count[tail] - leaving.count(tail) > 1:
+                leaving.append(tail)
+                needed += 1
         return needed
 
-    def _written_entries(self, seq: Sequence, table: BlockTable) -> range:
-        """Existing table entries that the next tokens of `seq` are written to."""
-        return range(seq.num_computed_tokens // self.block_size, len(table))
+    def _partial_tail(self, seq: Sequence, table: BlockTable) -> int | None:
+        """The block that holds the sequence's last computed tokens and has room for its next one, if any.
+
+        Tables cover exactly the computed tokens, so it is the only block in use that the next tokens are written to.
+        """
+        return table[-1] if seq.num_computed_tokens % self.block_size else None
 
     # -- giving and taking
 
@@ -151,15 +153,14 @@ class BlockManager:
         copies = []
         for seq in seqs:
             table = self._tables[seq.seq_id]
-            for index in self._written_entries(seq, table):
-                shared = table[index]
-                if self.ref_count[shared] > 1:
-                    own = self._take()
-                    self.ref_count[shared] -= 1
-                    table.replace(index, own)
-                    copies.append((shared, own))
+            tail = self._partial_tail(seq, table)
+            if tail is not None and self.ref_count[tail] > 1:
+                own = self._take()
+                self.ref_count[tail] -= 1
+                table.replace(len(table) - 1, own)
+                copies.append((tail, own))
             missing = cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
-            if missing > 0:
+            if missing:
                 table.extend([self._take() for _ in range(missing)])
         return copies
 

@@ -107,8 +107,7 @@ class Scheduler:
         reason: int | str | None = None,
     ) -> None:
         """End one sequence; its blocks are free at once unless a step in flight names them."""
-        seq.status, seq.stop_reason = status, reason
-        group.generation_id += 1
+        group.finish(seq, status, reason)
         if not any(seq in row.seqs for step in self._in_flight for row in step.rows):
             self.blocks.free(seq)
 
@@ -121,7 +120,7 @@ class Scheduler:
         group.metrics.finished_time = time.perf_counter()
 
     def _finish(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        for seq in group.unfinished():
+        for seq in group.live.copy():
             self.finish_sequence(group, seq, status)
         self.retire(group)
 
@@ -150,10 +149,8 @@ class Scheduler:
         return self._order(step)
 
     def _schedule_running(self, step: Step) -> None:
-        by_phase = sorted(
-            self.running, key=lambda group: group.is_prefill
-        )  # stable: arrival order within a phase
-        for group in by_phase:
+        # a stable sort: decodes first, in order of arrival within a phase
+        for group in sorted(self.running, key=lambda group: group.is_prefill):
             if group.state is not SequenceStatus.RUNNING:
                 continue  # preempted or finished for the sake of an older one
             seqs = group.active()
@@ -189,7 +186,7 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         """Recompute preemption: give up all blocks; the tokens stay and are computed again later."""
-        for seq in group.unfinished():
+        for seq in group.live:
             self.blocks.free(seq)
             seq.num_computed_tokens = 0
             seq.status = SequenceStatus.WAITING
@@ -201,7 +198,7 @@ class Scheduler:
 
     def _resume_blocks(self, group: SequenceGroup) -> int:
         """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
-        live = group.unfinished()
+        live = group.live
         size = self.config.block_size
         shared = group.num_prompt_tokens // size if len(live) > 1 else 0
         return shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
@@ -220,7 +217,7 @@ class Scheduler:
         A new request needs room for its first chunk only. One that was preempted needs room for all it will hold,
         else it would be admitted for one chunk and preempted again.
         """
-        leader = group.unfinished()[0]
+        leader = group.live[0]
         target = group.num_tokens_to_feed()  # nothing is computed yet
         cached = self.blocks.match(leader, group.cache_salt, target)
         context_len = len(cached) * self.config.block_size
@@ -231,14 +228,13 @@ class Scheduler:
         if group.metrics.num_preemptions:
             needed = min(self._resume_blocks(group), self.blocks.num_blocks)
         reserve = self._watermark_blocks if self.running else 0
-        if needed - len(cached) + reserve > self.blocks.num_free_blocks - self.blocks.num_evictable(
-            cached
-        ):
+        available = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
+        if needed - len(cached) + reserve > available:
             return False
 
         self.waiting.popleft()
         self.blocks.allocate(leader, cached)
-        for seq in group.unfinished():
+        for seq in group.live:
             seq.status = SequenceStatus.RUNNING
         insort(self.running, group, key=lambda g: g.arrival_order)
         if group.metrics.first_scheduled_time is None:
@@ -261,12 +257,15 @@ class Scheduler:
             row.snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
             )
+        size = self.config.block_size
         for row in step.rows:
             for seq in row.seqs:
                 context_len = seq.num_computed_tokens
                 seq.num_computed_tokens += row.chunk
-                row.published += self.blocks.publish(seq, row.group.cache_salt, context_len)
-            self._attach_siblings(row.group)
+                if context_len // size != seq.num_computed_tokens // size:
+                    row.published += self.blocks.publish(seq, row.group.cache_salt, context_len)
+            if len(row.group.live) > 1:
+                self._attach_siblings(row.group)
         if step.rows:
             self._in_flight.append(step)
         return SchedulerOutputs(
@@ -279,7 +278,7 @@ class Scheduler:
 
     def _attach_siblings(self, group: SequenceGroup) -> None:
         """After a preemption the leader has computed the prompt again: its siblings share it from here on."""
-        leader, *siblings = group.unfinished()
+        leader, *siblings = group.live
         if leader.num_computed_tokens == leader.num_prompt_tokens:
             for seq in siblings:
                 if not self.blocks.has_table(seq.seq_id):
@@ -304,20 +303,19 @@ class Scheduler:
         Sequences that end here (end-of-sequence, stop token, length) are finished; groups are retired by the caller
         through `retire`, after it has looked at their text. Results of requests that ended meanwhile are dropped.
         """
-        step = self._in_flight.popleft()
-        expected = sum(row.snapshot.num_samples for row in step.rows if row.snapshot is not None)
+        step = self._in_flight[0]
+        counts = [row.snapshot.num_samples for row in step.rows if row.snapshot is not None]
+        expected = sum(counts)
         if len(outputs.token_ids) != expected:
             raise ValueError(
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
             )
-        tokens, logprobs = outputs.token_ids.tolist(), outputs.logprobs.tolist()
-        changed, at = [], 0
-        for row in step.rows:
-            assert row.snapshot is not None
-            count = row.snapshot.num_samples
-            drawn = list(zip(tokens[at : at + count], logprobs[at : at + count], strict=True))
-            at += count
-            if drawn and not row.group.is_finished:
+        self._in_flight.popleft()
+        results = zip(outputs.token_ids.tolist(), outputs.logprobs.tolist(), strict=True)
+        changed = []
+        for row, count in zip(step.rows, counts, strict=True):
+            drawn = list(itertools.islice(results, count))
+            if drawn and row.group.live:
                 self._write_back(row, drawn)
                 changed.append(row.group)
             for seq in row.seqs:
@@ -342,7 +340,7 @@ class Scheduler:
         leader = group.seqs[0]
         for index in range(1, group.sampling_params.n):
             child = leader.fork(leader.seq_id + index, index)
-            group.seqs.append(child)
+            group.add_sample(child)
             self.blocks.fork(leader, child)
         return group.seqs
 

@@ -41,6 +41,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_logprob_view",
         "_logprobs",
         "_token_view",
         "_tokens",
@@ -76,7 +77,7 @@ class Sequence:
 
     def _set_buffers(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self._tokens, self._logprobs = tokens, logprobs
-        self._token_view = _read_only(tokens)
+        self._token_view, self._logprob_view = _read_only(tokens), _read_only(logprobs)
 
     @property
     def num_output_tokens(self) -> int:
@@ -105,7 +106,7 @@ class Sequence:
             self._set_buffers(np.resize(self._tokens, 2 * len(self._tokens)), self._logprobs)
         out = self.num_tokens - self.num_prompt_tokens
         if out == len(self._logprobs):
-            self._logprobs = np.resize(self._logprobs, 2 * len(self._logprobs))
+            self._set_buffers(self._tokens, np.resize(self._logprobs, 2 * len(self._logprobs)))
         self._tokens[self.num_tokens] = token_id
         self._logprobs[out] = logprob
         self.num_tokens += 1
@@ -129,7 +130,7 @@ class Sequence:
             self.output_token_ids,
             self.num_computed_tokens,
             self.cumulative_logprob,
-            _read_only(self._logprobs[: self.num_output_tokens]),
+            self._logprob_view[: self.num_tokens - self.num_prompt_tokens],
             self.index,
         )
 
@@ -216,51 +217,55 @@ class SequenceGroup:
         self.prompt_adapter_request = prompt_adapter_request
         self.encoder_seq = encoder_seq
         self.seqs = [Sequence(-1, prompt_token_ids)]  # the scheduler gives the ids
+        self.live = self.seqs.copy()  # those that have not finished, in the same order
         self.generation_id = 0
         self.arrival_order = -1  # set by the scheduler: the order of first come, first served
 
     @property
     def state(self) -> SequenceStatus:
-        """The group's status: that of its unfinished sequences (all alike), else that of the first."""
-        return next((seq.status for seq in self.seqs if not seq.is_finished), self.seqs[0].status)
+        """The group's status: that of its live sequences (all alike), else that of the first."""
+        return (self.live or self.seqs)[0].status
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.seqs)
+        return not self.live
 
     @property
     def num_prompt_tokens(self) -> int:
         return self.seqs[0].num_prompt_tokens
 
-    def unfinished(self) -> list[Sequence]:
-        return [seq for seq in self.seqs if not seq.is_finished]
+    def add_sample(self, seq: Sequence) -> None:
+        """A further sample of the request, forked from the leader."""
+        self.seqs.append(seq)
+        self.live.append(seq)
+
+    def finish(self, seq: Sequence, status: SequenceStatus, reason: int | str | None) -> None:
+        """End one sequence; what a step in flight knows of the group is out of date from here on."""
+        seq.status, seq.stop_reason = status, reason
+        self.live.remove(seq)
+        self.generation_id += 1
 
     @property
     def num_seats(self) -> int:
         """Sequences this group has or will have at once."""
-        return (
-            self.sampling_params.n
-            if self.seqs[0].num_output_tokens == 0
-            else len(self.unfinished())
-        )
+        return self.sampling_params.n if self.seqs[0].num_output_tokens == 0 else len(self.live)
 
     def active(self) -> list[Sequence]:
         """The sequences that take part in the next step: the leader while the prompt is computed, else all."""
-        live = self.unfinished()
-        return (
-            live[:1] if live and live[0].num_computed_tokens < live[0].num_prompt_tokens else live
-        )
+        leader = self.live[0]
+        if leader.num_computed_tokens < leader.num_prompt_tokens:
+            return [leader]
+        return self.live.copy()
 
     def num_tokens_to_feed(self) -> int:
         """Tokens each active sequence has to be fed before it can draw a token or its siblings can join."""
-        live = self.unfinished()
-        leader = live[0]
-        if len(live) > 1 and leader.num_computed_tokens < leader.num_prompt_tokens:
+        leader = self.live[0]
+        if len(self.live) > 1 and leader.num_computed_tokens < leader.num_prompt_tokens:
             return leader.num_prompt_tokens - leader.num_computed_tokens
         return leader.num_uncomputed_tokens
 
     @property
     def is_prefill(self) -> bool:
         """False when each live sequence has just its newest token to compute."""
-        leader = self.unfinished()[0]
+        leader = self.live[0]
         return leader.num_uncomputed_tokens > 1 or leader.num_output_tokens == 0

@@ -190,7 +190,7 @@ def _prefill(shape: str, target: str, **options: object) -> None:
         group=num_q_heads // num_kv_heads,
         head_size=head_size,
         element_size=2,
-        has_warpgroup_mma=target == "sm_90",
+        warpgroup_mma=target == "sm_90",
     )
     starts = torch.tensor([0, 32, 64], dtype=torch.int32)
     arguments = _attention(shape, 2, 32, 4096)

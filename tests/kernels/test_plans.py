@@ -35,9 +35,9 @@ def test_attention_tiles(head_size, group) -> None:
             assert is_power_of_two(plan.tile_kv) and is_power_of_two(plan.num_warps)
             # a split has work for at least four tiles
             assert plan.num_splits == 1 or plan.num_splits * 4 * plan.tile_kv <= max_seq_len
-    for has_warpgroup_mma in (False, True):
+    for warpgroup_mma in (False, True):
         plan = plan_paged_prefill(
-            group=group, head_size=head_size, element_size=2, has_warpgroup_mma=has_warpgroup_mma
+            group=group, head_size=head_size, element_size=2, warpgroup_mma=warpgroup_mma
         )
         assert is_power_of_two(plan.rows) and plan.rows >= max(64, group)
 

@@ -293,7 +293,7 @@ def test_a_group_is_preempted_and_resumed_as_a_whole():
     while not group.group.metrics.num_preemptions:
         h.step()
     assert all(not h.blocks.has_table(seq.seq_id) for seq in group.group.seqs)
-    assert {seq.status for seq in group.group.unfinished()} == {SequenceStatus.WAITING}
+    assert {seq.status for seq in group.group.live} == {SequenceStatus.WAITING}
     h.drain()
     assert h.tokens("old") == solo(prompt(9), 18)
     assert [h.tokens("group", i) for i in range(3)] == [solo(prompt(7, 99), 7, i) for i in range(3)]
