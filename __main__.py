@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from .models.llm import LLM
@@ -66,7 +67,7 @@ def generate(
             )
             for i in range(len(prompts))
         ]
-        with errors.status(f"loading {model}"):
+        with errors.status("loading the model"):
             llm = LLM(model, dtype=dtype, device=device, num_gpu_blocks=num_gpu_blocks)
         started = time.perf_counter()
         asked = (
@@ -76,43 +77,34 @@ def generate(
         )
         outputs = _stream(llm, prompts, asked, params)
     except ValueError as error:
-        errors.print(f"[red]error:[/] {error}", highlight=False)
+        errors.print("error:", str(error), markup=False, highlight=False)
         raise typer.Exit(2) from error
     if stats:
         _print_stats(llm, outputs, time.perf_counter() - started)
 
 
 def _stream(llm: LLM, prompts: list[str], asked: list, params: list) -> list[RequestOutput]:
-    """Print the completions while they are made; returns the finished outputs in order."""
-    console = Console(highlight=False)
+    """Print the completions while they are made, as the model wrote them; returns the outputs in order."""
+    from .models.llm import progress_bar
+
     outputs: dict[int, RequestOutput] = {}
     if len(prompts) == 1:
-        console.print(f"[bold]{_escape(prompts[0])}[/]", end="")
+        typer.secho(prompts[0], bold=True, nl=False)
         shown = 0
         for _, output in llm.stream(asked, params):
             text = output.outputs[0].text
-            console.print(text[shown:], end="", markup=False, soft_wrap=True)
+            typer.echo(text[shown:], nl=False)
             shown, outputs[0] = len(text), output
-        console.print()
+        typer.echo()
         return [outputs[0]]
-    from .models.llm import progress_bar
-
     with progress_bar(len(prompts), show=True) as advance:
         for place, output in llm.stream(asked, params):
             if output.finished:
                 outputs[place] = output
-                console.print(
-                    f"[bold]{_escape(prompts[place])}[/]{_escape(output.outputs[0].text)}\n",
-                    soft_wrap=True,
-                )
+                typer.secho(prompts[place], bold=True, nl=False)
+                typer.echo(output.outputs[0].text + "\n")
                 advance(1)
     return [outputs[place] for place in range(len(prompts))]
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
@@ -144,7 +136,7 @@ def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None
             metrics.finished_time - metrics.arrival_time,
         )
         table.add_row(
-            _escape((output.prompt or "(chat)")[:20]),
+            Text((output.prompt or "(chat)")[:20]),
             str(len(output.prompt_token_ids)),
             str(metrics.num_cached_tokens),
             str(len(completion.token_ids)),

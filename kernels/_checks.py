@@ -11,6 +11,7 @@ import functools
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_QUERIES = 16  # new tokens of one sequence that paged decode takes
 
 
 def _describe(shape, dtype, device) -> str:
@@ -264,3 +265,33 @@ def has_warpgroup_mma(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def check_queries(
+    q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    max_query_len: int,
+    tree_mask: torch.Tensor | None,
+) -> None:
+    """Check what says which new tokens of paged decode belong to which sequence; None: one each, in order."""
+    if not 1 <= max_query_len <= MAX_QUERIES:
+        raise ValueError(f"max_query_len: expected 1 to {MAX_QUERIES}, got {max_query_len}")
+    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    if query_start_loc is None:
+        if max_query_len > 1 or tree_mask is not None:
+            raise ValueError("query_start_loc: expected a tensor with several new tokens, got None")
+        check_tensor("seq_lens", seq_lens, shape=(num_tokens,))
+    else:
+        shape = (num_seqs + 1,)
+        check_tensor(
+            "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
+        )
+    check_tree_mask(q, max_query_len, tree_mask)
+
+
+def check_tree_mask(q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None) -> None:
+    if tree_mask is not None:
+        shape = (q.shape[0], max_query_len)
+        check_tensor("tree_mask", tree_mask, shape=shape, dtype=torch.bool, device=q.device)
+        check_last_axis_contiguous("tree_mask", tree_mask)

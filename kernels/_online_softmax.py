@@ -1,4 +1,4 @@
-"""The running softmax over KV tiles, shared by paged decode and paged prefill.
+"""The running softmax over paged KV tiles, shared by paged decode and paged prefill.
 
 A program keeps, for each of its query rows, the largest score seen `m`, the sum `l = sum(exp2(score - m))` and the
 unnormalised output `acc = sum(exp2(score - m) * v)`. All scores are in base-2 units (natural score * log2(e)), because
@@ -66,3 +66,53 @@ def finish(acc, m, l):  # noqa: E741
     out = acc / divisor[:, None]
     lse2 = tl.where(empty, float("-inf"), m + tl.log2(divisor))
     return out, lse2
+
+
+@triton.jit
+def attend_tiles(
+    acc, m, l, q, row_positions, start, stop, seq_len, context_len,  # noqa: E741
+    k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+    scale, softcap, slopes, window, tree_rows,
+    HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_KV: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows of one sequence over KV tiles [start, stop). Unmasked tiles are whole and visible to every row.
+
+    `row_positions` [ROWS] is each row's place in the sequence, `context_len` that of the first new token. `tree_rows`
+    [ROWS] points at each row's line of the tree mask, or is None.
+    """
+    dims = tl.arange(0, DIM)
+    dims_v = tl.arange(0, DIM_V)
+    for tile_start in range(start, stop, TILE_KV):
+        positions = tile_start + tl.arange(0, TILE_KV)
+        in_range = positions < seq_len
+        block_ids, offsets = gather_slots(table_ptr, positions, in_range, BLOCK_SIZE, MASKED)
+        k_slots = block_ids * k_stride_block + offsets * k_stride_slot  # [TILE_KV]
+        v_slots = block_ids * v_stride_block + offsets * v_stride_slot
+        k_mask = dims[:, None] < HEAD_SIZE
+        v_mask = dims_v[None, :] < HEAD_SIZE_V
+        if MASKED:
+            k_mask = k_mask & in_range[None, :]
+            v_mask = v_mask & in_range[:, None]
+        k = tl.load(
+            k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0
+        )  # [DIM, TILE_KV]
+        v = tl.load(
+            v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
+        )  # [TILE_KV, DIM_V]
+        distance = positions[None, :] - row_positions[:, None]  # [ROWS, TILE_KV]
+        scores = base2_scores(q, k, scale, softcap, slopes, distance)
+        if MASKED:
+            visible = in_range[None, :]
+            if CAUSAL:
+                visible = visible & (distance <= 0)
+            if window is not None:
+                visible = visible & (distance > -window)
+            if tree_rows is not None:
+                column = positions - context_len
+                is_new = (column >= 0) & in_range
+                tree = tl.load(tree_rows[:, None] + column[None, :], mask=is_new[None, :], other=1)
+                visible = visible & (tree != 0)
+            scores = tl.where(visible, scores, float("-inf"))
+        acc, m, l = accumulate(acc, m, l, scores, v, MASKED)  # noqa: E741
+    return acc, m, l

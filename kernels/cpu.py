@@ -12,7 +12,7 @@ Scores and sums are fp32. Slots and table entries past a row's length are never 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ._checks import (
     check_rotary,
     check_states,
     check_tensor,
+    check_tree_mask,
 )
 
 Tensor = torch.Tensor
@@ -50,6 +51,7 @@ class _Scores:
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    tree: Tensor | None = None  # [M, M]: which of a sequence's new tokens each of them sees
 
 
 def paged_attention(
@@ -67,11 +69,12 @@ def paged_attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    tree_mask: Tensor | None,
     num_decodes: int,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """The first `num_decodes` sequences have one query each and are rows [0, num_decodes) of q; see `ops`."""
+    """The first `num_decodes` sequences are rows [0, num_decodes) of q, unless all are and have several; see `ops`."""
     check_attention(
         q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
     )
@@ -80,12 +83,17 @@ def paged_attention(
     check_tensor(
         "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
     )
+    check_tree_mask(q, max_query_len, tree_mask)
     scores = _Scores(scale, causal, window, softcap, alibi_slopes, sinks)
     lengths = seq_lens.tolist()
+    if num_decodes == num_seqs and max_query_len > 1:
+        num_decodes = 0  # several queries each attend like a chunk
 
     def attend_one(seq: int, queries: slice) -> None:
-        table, length = block_tables[seq], lengths[seq]
-        _attend_sequence(q, k_cache, v_cache, queries, length, table, scores, out, lse)
+        table, length, rules = block_tables[seq], lengths[seq], scores
+        if tree_mask is not None:
+            rules = replace(scores, tree=tree_mask[queries, : queries.stop - queries.start])
+        _attend_sequence(q, k_cache, v_cache, queries, length, table, rules, out, lse)
 
     for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1]):
         if len(rows) > 1:
@@ -179,6 +187,9 @@ def _attend_sequence(q, k_cache, v_cache, queries, seq_len, table, scores, out, 
         out[unseeing] = 0
         if lse is not None:
             lse[unseeing] = -math.inf
+        if scores.tree is not None:
+            unseen = unseeing.stop - unseeing.start
+            scores = replace(scores, tree=scores.tree[unseen:, unseen:])
         queries, context_len = slice(unseeing.stop, queries.stop), 0
     query_len = queries.stop - queries.start
     if query_len == 0:
@@ -195,6 +206,7 @@ def _attend_sequence(q, k_cache, v_cache, queries, seq_len, table, scores, out, 
         query_len > 1
         and scores.softcap is None
         and scores.sinks is None
+        and scores.tree is None
         and lse is None
         and k.shape[2] == v.shape[2]
     )
@@ -222,6 +234,7 @@ def _attend_sequence(q, k_cache, v_cache, queries, seq_len, table, scores, out, 
 def _bias(num_queries: int, num_keys: int, offset: int, scores: _Scores) -> Tensor | None:
     """What is added to scores: [M, L] or, with ALiBi, [Hq, M, L]; query i is at the position of key offset + i."""
     masked = num_queries > 1 and (scores.causal or scores.window is not None)
+    masked |= scores.tree is not None
     if not masked and scores.alibi_slopes is None:
         return None
     distance = torch.arange(num_keys) - torch.arange(offset, offset + num_queries)[:, None]
@@ -230,6 +243,8 @@ def _bias(num_queries: int, num_keys: int, offset: int, scores: _Scores) -> Tens
         hidden |= distance > 0
     if scores.window is not None:
         hidden |= distance <= -scores.window
+    if scores.tree is not None:
+        hidden[:, num_keys - scores.tree.shape[1] :] |= ~scores.tree
     if scores.alibi_slopes is not None:
         bias = scores.alibi_slopes[:, None, None] * distance
     else:
@@ -267,13 +282,16 @@ def _attend_explicit(q, k, v, offset, scores, out, lse) -> None:
     bias = _bias(num_queries, num_keys, offset, scores)
     if bias is not None:
         products.view(num_q_heads, num_queries, num_keys).add_(bias)
-    if lse is None and scores.sinks is None:
+    if lse is None and scores.sinks is None and scores.tree is None:
         weights = products.softmax(dim=-1)
     else:
         total = products.logsumexp(dim=-1).view(num_q_heads, num_queries)
         if scores.sinks is not None:
+            blind = total == -math.inf  # a sink alone is no key
             total = torch.logaddexp(total, scores.sinks.float()[:, None])
-        weights = products.sub_(total.view(num_kv_heads, -1, 1)).exp_()
+            total.masked_fill_(blind, -math.inf)
+        pivot = total.masked_fill(total == -math.inf, 0.0)  # -inf - -inf would be NaN
+        weights = products.sub_(pivot.view(num_kv_heads, -1, 1)).exp_()
         if lse is not None:
             lse.copy_(total.t())
     result = torch.bmm(weights, v.float().transpose(0, 1))

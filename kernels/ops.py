@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from . import cpu
+from ._checks import MAX_QUERIES
 
 Tensor = torch.Tensor
 
@@ -71,9 +72,9 @@ def _empty_like(x: Tensor) -> Tensor:
 
 def _triton_attention(
     q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
-    scale, causal, window, softcap, alibi_slopes, sinks, num_decodes, out, lse, plan=None,
+    scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse, plan=None,
 ) -> None:  # fmt: skip
-    """Rows [0, num_decodes) to paged decode, the other sequences to paged prefill."""
+    """Sequences [0, num_decodes) to paged decode, the others to paged prefill."""
     options = {
         "max_seq_len": max_seq_len,
         "scale": scale,
@@ -86,13 +87,18 @@ def _triton_attention(
     if num_decodes > 0:
         from .paged_decode import paged_decode
 
-        rows = slice(num_decodes)
+        several = num_decodes == seq_lens.shape[0] and max_query_len > 1
+        rows = slice(None) if several else slice(num_decodes)
         paged_decode(
             q[rows],
             k_cache,
             v_cache,
-            seq_lens=seq_lens[rows],
-            block_tables=block_tables[rows],
+            seq_lens=seq_lens[:num_decodes],
+            block_tables=block_tables[:num_decodes],
+            query_start_loc=query_start_loc if several else None,
+            max_query_len=max_query_len if several else 1,
+            causal=causal,
+            tree_mask=tree_mask,
             out=out[rows],
             lse=None if lse is None else lse[rows],
             **options,
@@ -120,7 +126,7 @@ _paged_attention = _register(
     "paged_attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start_loc, Tensor seq_lens,"
     " Tensor block_tables, SymInt max_query_len, SymInt max_seq_len, float scale, bool causal,"
-    " int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, SymInt num_decodes,"
+    " int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, SymInt num_decodes,"
     " Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _triton_attention,
     _no_result,
@@ -143,6 +149,7 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     num_decodes: int | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -167,8 +174,11 @@ def paged_attention(
     softcap          c: scores become c * tanh(score / c), after scale
     alibi_slopes     [num_q_heads] fp32: slope * (key position - query position) is added, after softcap
     sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it
-    num_decodes      the first so many sequences have one query each and take the decode kernel, which is always causal;
-                     None: all if max_query_len == 1 and causal, else none. A decode row with seq_len 0 is padding
+    tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
+                     other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
+    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs: with one
+                     query each, or, if these are all sequences, up to 16. None: all if max_query_len <= 16, else none.
+                     A decode row with seq_len 0 is padding
     out              [num_tokens, num_q_heads, head_size_v], dtype of q; None: allocated
     plan             a `DecodePlan` (num_decodes is num_seqs) or `PrefillPlan` (num_decodes is 0) for tuners: calls the
                      Triton wrapper directly, past torch's dispatcher; on a CPU only under the interpreter
@@ -181,7 +191,16 @@ def paged_attention(
     if scale is None:
         scale = head_size**-0.5
     if num_decodes is None:
-        num_decodes = num_seqs if max_query_len == 1 and causal else 0
+        num_decodes = num_seqs if max_query_len <= MAX_QUERIES else 0
+    if tree_mask is not None and (num_decodes < num_seqs or max_query_len > MAX_QUERIES):
+        raise ValueError(
+            f"tree_mask: expected decodes of up to {MAX_QUERIES} queries only, got max_query_len {max_query_len} and "
+            f"{num_decodes} decodes of {num_seqs} sequences"
+        )
+    if num_decodes == num_seqs and max_query_len > MAX_QUERIES:
+        raise ValueError(
+            f"num_decodes: expected at most {MAX_QUERIES} queries each if all are decodes, got {max_query_len}"
+        )
     if not 0 <= num_decodes <= min(num_seqs, num_tokens):
         raise ValueError(
             f"num_decodes: expected at most {min(num_seqs, num_tokens)} (sequences, tokens), got {num_decodes}"
@@ -191,7 +210,7 @@ def paged_attention(
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
     args = (
         q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
-        scale, causal, window, softcap, alibi_slopes, sinks, num_decodes, out, lse,
+        scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse,
     )  # fmt: skip
     if plan is None:
         _paged_attention(*args)

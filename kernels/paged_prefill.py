@@ -25,48 +25,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_attention, check_tensor, has_warpgroup_mma
-from ._online_softmax import LN_2, LOG2_E, accumulate, base2_scores, finish, gather_slots
-
-
-@triton.jit
-def _prefill_tiles(
-    acc, m, l, q, row_positions, start, stop, seq_len,  # noqa: E741
-    k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-    scale, softcap, slopes, window,
-    HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_KV: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """KV tiles [start, stop). Unmasked tiles are visible to every row of the program."""
-    dims = tl.arange(0, DIM)
-    dims_v = tl.arange(0, DIM_V)
-    for tile_start in range(start, stop, TILE_KV):
-        positions = tile_start + tl.arange(0, TILE_KV)
-        in_range = positions < seq_len
-        block_ids, offsets = gather_slots(table_ptr, positions, in_range, BLOCK_SIZE, MASKED)
-        k_slots = block_ids * k_stride_block + offsets * k_stride_slot  # [TILE_KV]
-        v_slots = block_ids * v_stride_block + offsets * v_stride_slot
-        k_mask = dims[:, None] < HEAD_SIZE
-        v_mask = dims_v[None, :] < HEAD_SIZE_V
-        if MASKED:
-            k_mask = k_mask & in_range[None, :]
-            v_mask = v_mask & in_range[:, None]
-        k = tl.load(
-            k_ptr + k_slots[None, :] + dims[:, None], mask=k_mask, other=0.0
-        )  # [DIM, TILE_KV]
-        v = tl.load(
-            v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
-        )  # [TILE_KV, DIM_V]
-        distance = positions[None, :] - row_positions[:, None]  # [ROWS, TILE_KV]
-        scores = base2_scores(q, k, scale, softcap, slopes, distance)
-        if MASKED:
-            visible = in_range[None, :]
-            if CAUSAL:
-                visible = visible & (distance <= 0)
-            if window is not None:
-                visible = visible & (distance > -window)
-            scores = tl.where(visible, scores, float("-inf"))
-        acc, m, l = accumulate(acc, m, l, scores, v, MASKED)  # noqa: E741
-    return acc, m, l
+from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish
 
 
 @triton.jit
@@ -111,7 +70,8 @@ def _paged_prefill_kernel(
     queries = first_query + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     row_mask = (rows < TILE_Q * GROUP) & (queries < query_len)
-    row_positions = seq_len - query_len + queries
+    context_len = seq_len - query_len
+    row_positions = context_len + queries
     tokens = (query_start + queries).to(tl.int64)
     dims = tl.arange(0, DIM)
     dims_v = tl.arange(0, DIM_V)
@@ -134,7 +94,7 @@ def _paged_prefill_kernel(
         l = tl.where(has_keys, 1.0, 0.0)  # noqa: E741
 
     # KV tiles [start, stop) are seen by some row, [bulk_start, bulk_stop) by every row and whole
-    first_position = seq_len - query_len + first_query
+    first_position = context_len + first_query
     last_position = tl.minimum(first_position + TILE_Q, seq_len) - 1
     start = 0
     bulk_start = 0
@@ -152,20 +112,20 @@ def _paged_prefill_kernel(
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride_seq
     if window is not None:
-        acc, m, l = _prefill_tiles(  # noqa: E741
-            acc, m, l, q, row_positions, start, tl.minimum(bulk_start, stop), seq_len,
+        acc, m, l = attend_tiles(  # noqa: E741
+            acc, m, l, q, row_positions, start, tl.minimum(bulk_start, stop), seq_len, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-            scale, softcap, slopes, window, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+            scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
         )  # fmt: skip
-    acc, m, l = _prefill_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_start, bulk_stop, seq_len,
+    acc, m, l = attend_tiles(  # noqa: E741
+        acc, m, l, q, row_positions, bulk_start, bulk_stop, seq_len, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=False,
+        scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=False,
     )  # fmt: skip
-    acc, m, l = _prefill_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_stop, stop, seq_len,
+    acc, m, l = attend_tiles(  # noqa: E741
+        acc, m, l, q, row_positions, bulk_stop, stop, seq_len, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+        scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
     )  # fmt: skip
 
     out, lse2 = finish(acc, m, l)

@@ -27,6 +27,7 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, Hq, Dv], lse [T, Hq]), both fp64. Rows that see no key, or belong to no sequence: out 0, lse -inf."""
     num_tokens, num_q_heads, head_size = q.shape
@@ -59,6 +60,12 @@ def paged_attention(
                 if alibi_slopes is not None:
                     distance = torch.arange(first, stop, dtype=torch.float64) - position
                     scores = scores + alibi_slopes[head].double() * distance
+                if tree_mask is not None:
+                    for key_position in range(max(first, seq_len - query_len), stop):
+                        if not tree_mask[token, key_position - (seq_len - query_len)]:
+                            scores[key_position - first] = -math.inf
+                    if scores.max() == -math.inf:
+                        continue
                 total = torch.logsumexp(scores, dim=0)
                 if sinks is not None:
                     total = torch.logaddexp(total, sinks[head].double())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -81,27 +81,18 @@ class LLM:
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
-        torch_device = _device(device)
+        torch_device, torch_dtype = _device(device), _dtype(dtype, _device(device))
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"seed: expected an integer, got {seed!r}")
+        if model_class is not None and not callable(model_class):
+            raise ValueError(f"model_class: expected a class, got {model_class!r}")
         source = resolve_model(os.fspath(model))
-        self.tokenizer = load_tokenizer(source)
-        torch_dtype = _dtype(dtype, torch_device)
-        loaded, config = load_model(source, torch_dtype, torch_device, model_class)
+        config = source.config()
         limit: int = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = limit
-        if not 1 <= max_model_len <= limit:
-            raise ValueError(
-                f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
-            )
-        self.config = config
-        shape = (config.num_hidden_layers, block_size, config.num_key_value_heads, config.head_dim)
-        dtype_of_model = next(loaded.parameters()).dtype
-        size = block_bytes(*shape, dtype_of_model)
-        if num_gpu_blocks is None:
-            wanted = max_num_seqs * -(-max_model_len // block_size)
-            num_gpu_blocks = min(wanted, _pool_bytes(torch_device, gpu_memory_utilization) // size)
         scheduler_config = SchedulerConfig(
-            num_gpu_blocks=num_gpu_blocks,
+            num_gpu_blocks=1 if num_gpu_blocks is None else num_gpu_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -113,7 +104,29 @@ class LLM:
             policy=policy,
             preemption_mode=preemption_mode,
         )
-        self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=dtype_of_model, device=torch_device)
+        if max_model_len > limit:
+            raise ValueError(
+                f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
+            )
+        budget = _pool_bytes(torch_device, gpu_memory_utilization)
+        self.tokenizer = load_tokenizer(source)
+        loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
+        heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
+        shape = (layers, block_size, heads, self.config.head_dim)
+        pool_dtype = next(loaded.parameters()).dtype
+        if num_gpu_blocks is None:
+            if torch_device.type == "cuda":  # the weights are loaded now
+                budget = _pool_bytes(torch_device, gpu_memory_utilization)
+            wanted = max_num_seqs * -(-max_model_len // block_size)
+            num_gpu_blocks = min(wanted, budget // block_bytes(*shape, pool_dtype))
+            scheduler_config = replace(scheduler_config, num_gpu_blocks=num_gpu_blocks)
+        try:
+            self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=pool_dtype, device=torch_device)
+        except RuntimeError as error:
+            size = (num_gpu_blocks + 1) * block_bytes(*shape, pool_dtype) / 2**30
+            raise ValueError(
+                f"num_gpu_blocks: expected a pool that fits the memory, {num_gpu_blocks} blocks take {size:.1f} GiB"
+            ) from error
         self.engine = Engine(
             Scheduler(scheduler_config),
             ModelRunner(cast(Model, loaded), self.pool),
@@ -123,6 +136,8 @@ class LLM:
             check=os.environ.get("OCTAVO_CHECK") == "1",
         )
         self._ids = itertools.count()
+        # requests that changed in a step which another call took, until their own call looks
+        self._changed: dict[Request, None] = {}
 
     def generate(
         self,
@@ -152,7 +167,8 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete the prompts together; yields (index of the prompt, its output so far) whenever one grew.
 
-        Text only ever grows. Closing the iterator aborts what is unfinished.
+        Text only ever grows. The prompts are checked and queued when the iteration begins; closing the iterator aborts
+        what is unfinished. Other calls may run in between: all share the steps.
         """
         requests = self._add(prompts, sampling_params)
         places = {id(request): place for place, request in enumerate(requests)}
@@ -171,8 +187,8 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
-        if not messages:
-            raise ValueError("messages: expected at least one message, got none")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages: expected a list of at least one message, got {messages!r}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
@@ -201,14 +217,14 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(batch)
         else:
             params = list(sampling_params)
+        for each in params:
+            if not isinstance(each, SamplingParams):
+                raise ValueError(f"sampling_params: expected SamplingParams, got {each!r}")
         if len(params) != len(batch):
             raise ValueError(
                 f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}"
             )
-        encoded = [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in batch
-        ]
+        encoded = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in batch]
         requests: list[Request] = []
         try:
             for prompt, token_ids, each in zip(batch, encoded, params, strict=True):
@@ -216,38 +232,54 @@ class LLM:
                 requests.append(
                     self.engine.add_request(f"request-{next(self._ids)}", token_ids, each, text)
                 )
-        except ValueError as error:
+        except BaseException as error:
             self._abandon(requests)
-            raise ValueError(f"prompt {len(requests)}: {error}") from error
+            if isinstance(error, ValueError):
+                raise ValueError(f"prompt {len(requests)}: {error}") from error
+            raise
         return requests
 
     def _run(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Step until all of `requests` have ended; yields those that changed in each step."""
-        ours = set(map(id, requests))
-        while not all(request.finished for request in requests):
-            yield [request for request in self.engine.step() if id(request) in ours]
+        """Step until all of `requests` have ended; yields those that changed since the last time."""
+        ours = set(requests)
+        while ours:
+            if not any(request in self._changed for request in ours):
+                self._changed |= dict.fromkeys(self.engine.step())
+            changed = [request for request in requests if request in self._changed]
+            for request in changed:
+                del self._changed[request]
+            ours -= {request for request in changed if request.finished}
+            yield changed
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:
             if not request.finished:
                 self.engine.abort(request.group.request_id)
         if not self.engine.scheduler.has_unfinished() and self.engine.has_unfinished():
-            self.engine.step()  # hands out the terminal events of what was aborted
+            self._changed |= dict.fromkeys(self.engine.step())  # takes leave of what was aborted
+        for request in requests:
+            self._changed.pop(request, None)
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or several -> several. A flat list of integers is one prompt."""
+    """One prompt or several -> several. A flat run of integers (list, tuple, array or tensor) is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    batch = list(prompts)
+    batch = _as_list("prompts", prompts)
     if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for place, item in enumerate(batch):
-        if not isinstance(item, (str, Seq)) and not hasattr(item, "tolist"):
-            raise ValueError(
-                f"prompts: expected text or a list of token ids, got {item!r} at {place}"
-            )
-    return batch  # type: ignore[return-value]
+        return [batch]
+    return [
+        item if isinstance(item, str) else _as_list(f"prompts[{place}]", item)
+        for place, item in enumerate(batch)
+    ]
+
+
+def _as_list(name: str, value: Any) -> list:
+    if hasattr(value, "tolist"):  # numpy and torch
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name}: expected text or a list of token ids, got {value!r:.80}")
+    return list(value)
 
 
 @contextmanager
@@ -270,7 +302,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}")
@@ -292,7 +324,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes the KV pool may take, the weights being loaded already."""
-    if not 0 < gpu_memory_utilization <= 1:
+    if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
         )

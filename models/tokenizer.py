@@ -37,12 +37,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, with the special tokens that the model expects around it."""
-        return self.hf.encode(text)
+        try:
+            return self.hf.encode(text)
+        except TypeError:  # the library's word for a str that no UTF-8 can hold
+            raise ValueError(
+                f"prompt: expected text that UTF-8 can hold, got {text!r:.80}"
+            ) from None
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat format, up to where the assistant is to speak."""
         if not self.hf.chat_template:
             raise ValueError("messages: the model has no chat template")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f"messages: expected role and content in each, got {message!r:.80}"
+                )
         text = self.hf.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )

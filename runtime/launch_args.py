@@ -72,6 +72,7 @@ class LaunchBuffers:
         self._turn = 0
         self._host = [self._allocate(1 << 16, "cpu") for _ in range(2)]
         self._device = [self._on_device(host) for host in self._host]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
 
     def _allocate(self, size: int, device: torch.device | str) -> torch.Tensor:
         pin = self.device.type == "cuda" and torch.device(device).type == "cpu"
@@ -87,6 +88,8 @@ class LaunchBuffers:
             offsets.append(end)
             end += -(-array.nbytes // self._ALIGNMENT) * self._ALIGNMENT
         turn = self._turn = 1 - self._turn
+        if (copied := self._copied[turn]) is not None:
+            copied.synchronize()  # the copy of two steps ago may still be reading the buffer
         if end > self._host[turn].numel():
             self._host[turn] = self._allocate(2 * end, "cpu")
             self._device[turn] = self._on_device(self._host[turn])
@@ -98,6 +101,8 @@ class LaunchBuffers:
             )
         if device is not host:
             device[:end].copy_(host[:end], non_blocking=True)
+            copied = self._copied[turn] = torch.cuda.Event()
+            copied.record()
         return [
             device[offset : offset + array.nbytes]
             .view(_TORCH_DTYPE[array.dtype.name])
@@ -208,9 +213,9 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
 
 def _check_lengths(metadata: SequenceGroupMetadata) -> None:
     chunk = metadata.token_chunk_size
-    if chunk < 1:
+    if not isinstance(chunk, int) or chunk < 1:
         raise MetadataError(
-            metadata.request_id, "token_chunk_size", f"expected at least 1, got {chunk}"
+            metadata.request_id, "token_chunk_size", f"expected an integer >= 1, got {chunk!r}"
         )
     if metadata.seq_data.keys() != metadata.block_tables.keys() or not metadata.seq_data:
         raise MetadataError(
@@ -219,6 +224,9 @@ def _check_lengths(metadata: SequenceGroupMetadata) -> None:
             f"expected one table for each of {sorted(metadata.seq_data)}, got {sorted(metadata.block_tables)}",
         )
     for seq_id, data in metadata.seq_data.items():
+        _check_array(metadata, "block_tables", metadata.block_tables[seq_id])
+        _check_array(metadata, "seq_data", data.prompt_token_ids)
+        _check_array(metadata, "seq_data", data.output_token_ids)
         left = data.num_tokens - data.num_computed_tokens
         if data.num_computed_tokens < 0 or chunk > left:
             raise MetadataError(
@@ -232,6 +240,13 @@ def _check_lengths(metadata: SequenceGroupMetadata) -> None:
                 "do_sample",
                 f"expected True exactly when no token is left to compute, got {metadata.do_sample} with {left - chunk} left",
             )
+
+
+def _check_array(metadata: SequenceGroupMetadata, field: str, array: np.ndarray) -> None:
+    """A wider or fractional id would be cut to int32 without a word, and name another block."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+        got = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else repr(array)
+        raise MetadataError(metadata.request_id, field, f"expected int32 arrays [*], got {got:.80}")
 
 
 def _check_blocks(
@@ -266,6 +281,15 @@ def _check_slots(
         )
     for row, metadata in enumerate(rows.owners):
         computed = len(metadata.computed_block_nums) * block_size
+        table = rows.tables[row]
+        if not np.array_equal(
+            metadata.computed_block_nums, table[: len(metadata.computed_block_nums)]
+        ):
+            raise MetadataError(
+                metadata.request_id,
+                "computed_block_nums",
+                "expected the leading entries of the block table",
+            )
         if computed > rows.context_lens[row]:
             raise MetadataError(
                 metadata.request_id,

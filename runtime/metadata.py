@@ -160,7 +160,7 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """The one line that finds most faults: who, which phase, how much, and the size of each table."""
         lens = [len(table) for _, _, table in self.rows()]
         return (
-            f"request_id={self.request_id} is_prompt={self.is_prompt} token_chunk_size={self.token_chunk_size} "
+            f"request_id={self.request_id!r} is_prompt={self.is_prompt} token_chunk_size={self.token_chunk_size} "
             f"block_table_lens={lens} generation_id={self.generation_id}"
         )
 
@@ -168,7 +168,7 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class SamplerOutput(msgspec.Struct, frozen=True):
     """Drawn tokens in row order: groups in list order, `num_samples` entries each.
 
-    token_ids  int64 [num_samples]
+    token_ids  int64 [num_samples]; -1 where the logits were not finite
     logprobs   float32 [num_samples], natural log probability of each token under the raw logits
     """
 

@@ -21,7 +21,17 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
+
+
+def _as_tuple(name: str, value: Any) -> tuple:
+    try:
+        return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected a list, got {value!r}") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                   lets the engine choose a seed for the request
     max_tokens    most tokens to generate, >= 1; None means until the context is full
     stop          strings that end a completion; they are cut off unless include_stop_str_in_output
-    stop_token_ids  token ids that end a completion, kept in `token_ids` and left out of the text
+    stop_token_ids  token ids that end a completion, kept in `token_ids` and, with special tokens, left out of the text
     ignore_eos    go on after the model's end-of-sequence token
     skip_special_tokens  leave special tokens out of the text
     Raises ValueError naming the field, what was expected and what came.
@@ -56,9 +66,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = _as_tuple("stop", self.stop)
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        msgspec.structs.force_setattr(self, "stop_token_ids", stop_token_ids)
         _require(_is_int(self.n) and self.n >= 1, "n", "an integer >= 1", self.n)
         _require(
             _is_number(self.temperature) and self.temperature >= 0,

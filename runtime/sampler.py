@@ -41,7 +41,7 @@ def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> Sampl
             rows.append(
                 (
                     params.temperature,
-                    params.top_k,
+                    min(params.top_k, 2**31),  # any vocabulary is smaller
                     params.top_p,
                     params.min_p,
                     (seed + index) % 2**64,
@@ -70,7 +70,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
     """Draw one token per row of `logits` [R, vocab].
 
-    Order: temperature, top-k, top-p (on what top-k left), min-p, draw. Temperature 0 takes the most likely token.
+    Order: temperature, top-k, top-p (on what top-k left), min-p, draw. Temperature 0 takes the most likely token. A row
+    whose logits are not finite gets token -1; the others are not touched by it.
     """
     logits = logits.float()
     token_ids = logits.argmax(dim=-1)
@@ -83,13 +84,18 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
                 index = torch.from_numpy(chosen).to(logits.device)
                 picked = SamplingRows(*(column[chosen] for column in rows))
                 token_ids[index] = draw(_scaled(logits[index], picked), draws[index], picked)
-    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
+    normaliser = logits.logsumexp(dim=-1)
+    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normaliser
+    token_ids.masked_fill_(
+        ~normaliser.isfinite(), -1
+    )  # a NaN, an infinite logit, or nothing but -inf
     return SamplerOutput(token_ids.cpu().numpy(), logprobs.cpu().numpy())
 
 
 def _scaled(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits over temperature, shifted so that the largest is 0: a tiny temperature cannot overflow."""
-    temperature = torch.from_numpy(rows.temperature).to(logits)
+    """float64 logits over temperature, shifted so that the largest is 0: a tiny temperature cannot overflow."""
+    logits = logits.double()
+    temperature = torch.from_numpy(rows.temperature).to(logits.device)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
 
 
@@ -101,12 +107,12 @@ def _invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(scaled: torch.Tensor, draws: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    return _invert_cdf(scaled.double().exp(), draws)
+    return _invert_cdf(scaled.exp(), draws)
 
 
 def _draw_filtered(scaled: torch.Tensor, draws: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    weights = ordered.double().exp()  # 1 for the most likely token
+    weights = ordered.exp()  # 1 for the most likely token
     vocab = weights.shape[1]
     top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocab)).to(weights.device)
     weights[torch.arange(vocab, device=weights.device) >= top_k[:, None]] = 0.0

@@ -73,7 +73,7 @@ class BlockTable:
 class BlockManager:
     """Blocks 1..num_blocks of a pool, given to sequences block table by block table.
 
-    Every method either does all of what it says or changes nothing.
+    Every method either does all of what it says or changes nothing; `grow` relies on its caller for that.
     """
 
     def __init__(
@@ -189,6 +189,8 @@ class BlockManager:
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
+        elif not self._cached:
+            raise RuntimeError("no block is free: expected num_blocks_needed to be asked first")
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
@@ -269,6 +271,16 @@ class BlockManager:
         return blake2b(namespace.encode(), digest_size=_DIGEST_BYTES, key=self._cache_key).digest()
 
     # -- checking
+
+    def dump(self) -> str:
+        """Every block table with the reference count of each block, for reading when something reads the wrong KV."""
+        lines = []
+        for seq_id, table in sorted(self._tables.items()):
+            blocks = " ".join(
+                f"{block}(x{self.ref_count[block]})" for block in table.view().tolist()
+            )
+            lines.append(f"seq_id={seq_id} blocks: {blocks}")
+        return "\n".join([*lines, f"free={len(self._free)} cached={len(self._cached)}"])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless each block is in exactly one class and every count and map agrees with the tables."""

@@ -121,8 +121,10 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._check = check
-        self._requests: dict[str, Request] = {}
-        self._aborted: list[Request] = []
+        # by group: an id may be in use again before its last owner has been told
+        self._requests: dict[SequenceGroup, Request] = {}
+        self._aborted: list[SequenceGroup] = []
+        self._undelivered: list[Request] = []  # what a step that raised would have returned
         self._num_added = 0
         self.num_steps = 0
         self.num_batched_tokens = 0
@@ -138,6 +140,8 @@ class Engine:
     ) -> Request:
         """Queue a request. Raises ValueError, with nothing changed, when it can never run."""
         params = sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop: expected none without a tokenizer, got {params.stop!r}")
         if params.seed is None and not params.is_greedy:
@@ -152,43 +156,55 @@ class Engine:
         )
         self.scheduler.add_seq_group(group)
         self._num_added += 1
-        request = self._requests[request_id] = Request(group, prompt, self._tokenizer)
+        request = self._requests[group] = Request(group, prompt, self._tokenizer)
         return request
 
     def abort(self, request_id: str) -> bool:
         """End a request; its terminal output comes with the next `step()`. False when it is not in flight."""
-        if self.scheduler.abort(request_id) is None:
-            return False
-        self._aborted.append(self._requests[request_id])
-        return True
+        group = self.scheduler.abort(request_id)
+        if group is not None:
+            self._aborted.append(group)
+        return group is not None
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished() or bool(self._aborted)
+        return self.scheduler.has_unfinished() or bool(self._aborted or self._undelivered)
 
     def step(self) -> list[Request]:
-        """One forward pass; returns the requests that got tokens or ended, finished ones for the last time."""
-        changed, self._aborted = self._aborted, []
+        """One forward pass; returns the requests that got tokens or ended, finished ones for the last time.
+
+        When the model or the making of a text raises, so does this, after everyone's state is right again; the next
+        call returns what this one would have.
+        """
         started = time.perf_counter()
         outputs = self.scheduler.schedule()
         scheduled = time.perf_counter()
+        changed, self._aborted = self._aborted + outputs.ignored, []
         blocks = self.scheduler.blocks
-        self.peak_used_blocks = max(
-            self.peak_used_blocks, blocks.num_blocks - blocks.num_free_blocks
-        )
-        changed += [self._requests[group.request_id] for group in outputs.ignored]
+        used = blocks.num_blocks - blocks.num_free_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, used)
+        failures: list[Exception] = []
         if not outputs.is_empty:
-            changed += self._run(outputs, scheduled - started)
-        elif not changed and self.scheduler.has_unfinished():
+            try:
+                changed += self._run(outputs, scheduled - started)
+            except Exception as failure:
+                failures.append(failure)
+        elif not (changed or self._undelivered) and self.scheduler.has_unfinished():
             raise RuntimeError("no progress: requests are unfinished, but none could be scheduled")
-        for request in changed:
+        requests = [self._requests[group] for group in dict.fromkeys(changed)]
+        failures += [failure for request in requests if (failure := self._decode(request))]
+        for request in requests:
             if request.finished:
-                self.scheduler.retire(request.group)
-                self._requests.pop(request.group.request_id, None)
+                del self._requests[request.group]
         if self._check:
             self.scheduler.check_invariants()
-        return changed
+        requests, self._undelivered = self._undelivered + requests, []
+        if failures:
+            self._undelivered = requests
+            raise failures[0]
+        return requests
 
-    def _run(self, outputs: SchedulerOutputs, schedule_time: float) -> list[Request]:
+    def _run(self, outputs: SchedulerOutputs, schedule_time: float) -> list[SequenceGroup]:
+        """Execute the step and write its tokens back; returns the groups that got some."""
         launched = time.perf_counter()
         try:
             sampled = self._runner.execute(
@@ -198,34 +214,41 @@ class Engine:
                 blocks_to_copy=outputs.blocks_to_copy,
                 generation_of=self.scheduler.generation_of,
             )
+            returned = time.perf_counter()
+            changed = self.scheduler.update(sampled)
         except StaleMetadataError:
             self.scheduler.rollback()  # nothing was launched; the next step pulls fresh snapshots
             return []
         except BaseException:
             self.scheduler.rollback()  # every request of the step can still be run again or aborted
             raise
-        returned = time.perf_counter()
-        groups = self.scheduler.update(sampled)
-        changed = [self._requests[group.request_id] for group in groups]
-        for request in changed:
-            self._decode(request)
         write_back_time = time.perf_counter() - returned
         self.num_steps += 1
         self.num_batched_tokens += outputs.num_batched_tokens
-        for metadata in outputs.seq_group_metadata_list:
-            request = self._requests.get(metadata.request_id)
-            if request is not None:
-                request.group.metrics.scheduler_time += schedule_time + write_back_time
-                request.group.metrics.model_time += returned - launched
+        for group in outputs.scheduled_seq_groups:
+            group.metrics.scheduler_time += schedule_time + write_back_time
+            group.metrics.model_time += returned - launched
         return changed
 
-    def _decode(self, request: Request) -> None:
-        for seq in request.group.seqs:
-            stop = request.decode(seq)
-            if stop is not None and not seq.is_finished:
-                self.scheduler.finish_sequence(
-                    request.group, seq, SequenceStatus.FINISHED_STOPPED, stop
-                )
+    def _decode(self, request: Request) -> Exception | None:
+        """Bring a request's text up to its tokens. One whose text cannot be made is ended; nobody else is touched."""
+        group = request.group
+        try:
+            for seq in group.seqs:
+                stop = request.decode(seq)
+                if stop is None:
+                    continue
+                if seq.is_finished:  # the last token allowed completed a stop string
+                    seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
+                else:
+                    self.scheduler.finish_sequence(
+                        group, seq, SequenceStatus.FINISHED_STOPPED, stop
+                    )
+        except Exception as failure:
+            if not group.is_finished:
+                self.scheduler.abort(group.request_id)
+            return failure
+        return None
 
 
 def _derive_seed(engine_seed: int, number: int) -> int:

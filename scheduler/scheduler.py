@@ -40,9 +40,10 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()  # both in order of arrival
         self.running: list[SequenceGroup] = []
         self._groups: dict[str, SequenceGroup] = {}
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: Step | None = None
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
+        self._steps = itertools.count()
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
 
     # -- requests come and go
@@ -55,6 +56,9 @@ class Scheduler:
             next(self._seq_ids)  # a group's ids are consecutive, in order of its samples
         group.seqs[0].seq_id = first_id
         group.arrival_order = next(self._arrivals)
+        group.generation_id = (
+            group.arrival_order << 32
+        )  # two requests of one id never share a version
         self._groups[group.request_id] = group
         self.waiting.append(group)
 
@@ -106,29 +110,22 @@ class Scheduler:
         status: SequenceStatus,
         reason: int | str | None = None,
     ) -> None:
-        """End one sequence; its blocks are free at once unless a step in flight names them."""
-        group.finish(seq, status, reason)
-        if not any(seq in row.seqs for step in self._in_flight for row in step.rows):
-            self.blocks.free(seq)
+        """End one sequence, and with the last one its group.
 
-    def retire(self, group: SequenceGroup) -> None:
-        """Drop a group whose sequences have all finished. Calling it again does nothing."""
-        if self._groups.get(group.request_id) is not group or not group.is_finished:
-            return
-        del self._groups[group.request_id]
-        self._leave_queues(group)
-        group.metrics.finished_time = time.perf_counter()
+        Its blocks are free at once unless a step in flight names them.
+        """
+        group.finish(seq, status, reason)
+        step = self._in_flight
+        if step is None or not any(seq in row.seqs for row in step.rows):
+            self.blocks.free(seq)
+        if group.is_finished:
+            del self._groups[group.request_id]
+            (self.running if group in self.running else self.waiting).remove(group)
+            group.metrics.finished_time = time.perf_counter()
 
     def _finish(self, group: SequenceGroup, status: SequenceStatus) -> None:
         for seq in group.live.copy():
             self.finish_sequence(group, seq, status)
-        self.retire(group)
-
-    def _leave_queues(self, group: SequenceGroup) -> None:
-        if group in self.running:
-            self.running.remove(group)
-        elif group in self.waiting:
-            self.waiting.remove(group)
 
     def has_unfinished(self) -> bool:
         return bool(self._groups)
@@ -141,8 +138,15 @@ class Scheduler:
     # -- one step
 
     def schedule(self) -> SchedulerOutputs:
-        """Choose the next step's work, make room for it and freeze it into snapshots."""
-        step = Step(self.config.max_num_batched_tokens)
+        """Choose the next step's work, make room for it and freeze it into snapshots.
+
+        A step that is not empty is in flight until `update` or `rollback`; RuntimeError while one is.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError(
+                "schedule: a step is in flight, expected update() or rollback() first"
+            )
+        step = Step(next(self._steps), self.config.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.is_short_of_blocks:
             self._schedule_waiting(step)
@@ -253,6 +257,8 @@ class Scheduler:
 
     def _order(self, step: Step) -> SchedulerOutputs:
         """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
+        # a preempted group that finds all but its newest token cached comes back as a decode, after prefills were placed
+        step.rows.sort(key=lambda row: row.is_prefill)
         for row in step.rows:
             row.snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
@@ -267,9 +273,14 @@ class Scheduler:
             if len(row.group.live) > 1:
                 self._attach_siblings(row.group)
         if step.rows:
-            self._in_flight.append(step)
+            self._in_flight = step
+        snapshots = [row.snapshot for row in step.rows if row.snapshot is not None]
+        if logger.isEnabledFor(logging.DEBUG):
+            for snapshot in snapshots:
+                logger.debug("step=%d %s", step.number, snapshot.describe())
         return SchedulerOutputs(
-            seq_group_metadata_list=[row.snapshot for row in step.rows if row.snapshot is not None],
+            seq_group_metadata_list=snapshots,
+            scheduled_seq_groups=[row.group for row in step.rows],
             blocks_to_copy=step.copies,
             num_batched_tokens=self.config.max_num_batched_tokens - step.token_budget,
             ignored=step.ignored,
@@ -286,8 +297,8 @@ class Scheduler:
                     seq.num_computed_tokens = leader.num_computed_tokens
 
     def rollback(self) -> None:
-        """The newest step in flight will not run: its groups lose their blocks and wait to compute their tokens again."""
-        step = self._in_flight.pop()
+        """The step in flight will not run: its groups lose their blocks and wait to compute their tokens again."""
+        step, self._in_flight = self._take_in_flight(), None
         for row in reversed(step.rows):
             self.blocks.unpublish(row.published)
             if row.group in self.running:
@@ -298,19 +309,19 @@ class Scheduler:
     # -- write-back
 
     def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:
-        """Write the tokens of the oldest step in flight back, row by row; returns the groups that got tokens.
+        """Write the tokens of the step in flight back, row by row; returns the groups that got tokens.
 
-        Sequences that end here (end-of-sequence, stop token, length) are finished; groups are retired by the caller
-        through `retire`, after it has looked at their text. Results of requests that ended meanwhile are dropped.
+        Sequences end here by an end-of-sequence or stop token, by length, or, with a token below 0, because their
+        logits were not finite. Results of requests that ended meanwhile are dropped.
         """
-        step = self._in_flight[0]
+        step = self._take_in_flight()
         counts = [row.snapshot.num_samples for row in step.rows if row.snapshot is not None]
         expected = sum(counts)
         if len(outputs.token_ids) != expected:
             raise ValueError(
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
             )
-        self._in_flight.popleft()
+        self._in_flight = None
         results = zip(outputs.token_ids.tolist(), outputs.logprobs.tolist(), strict=True)
         changed = []
         for row, count in zip(step.rows, counts, strict=True):
@@ -323,6 +334,11 @@ class Scheduler:
                     self.blocks.free(seq)  # waited for this step
         return changed
 
+    def _take_in_flight(self) -> Step:
+        if self._in_flight is None:
+            raise RuntimeError("expected a step in flight, there is none: schedule() comes first")
+        return self._in_flight
+
     def _write_back(self, row: Row, drawn: list[tuple[int, float]]) -> None:
         group, seqs = row.group, row.seqs
         if group.metrics.first_token_time is None:
@@ -331,6 +347,10 @@ class Scheduler:
             seqs = self._fork_samples(group)
         for seq, (token, logprob) in zip(seqs, drawn, strict=True):
             if seq.is_finished:
+                continue
+            if token < 0:
+                reason = "the model's logits were not finite"
+                self.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, reason)
                 continue
             seq.append(token, logprob)
             self._finish_if_over(group, seq, token)
@@ -375,7 +395,7 @@ class Scheduler:
             )
         if (
             not self._groups
-            and not self._in_flight
+            and self._in_flight is None
             and self.blocks.num_free_blocks != self.blocks.num_blocks
         ):
             raise RuntimeError(

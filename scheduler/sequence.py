@@ -206,6 +206,8 @@ class SequenceGroup:
         prompt_adapter_request: Any = None,
         encoder_seq: Sequence | None = None,
     ) -> None:
+        if not isinstance(cache_salt, str) or not (cache_salt == "" or cache_salt.isprintable()):
+            raise ValueError(f"cache_salt: expected printable text, got {cache_salt!r}")
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,19 +10,18 @@ from .block_manager import BlockManager
 from .config import SchedulerConfig
 from .sequence import Sequence, SequenceGroup
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOutputs:
     """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
 
     blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy are (source, destination) pairs, applied in this order
-    before any KV of the step is written. `ignored` are groups that ended without being run; `preempted` lost their
+    before any KV of the step is written. `scheduled_seq_groups` are the groups of the rows. `ignored` are groups that ended without being run; `preempted` lost their
     blocks in this step and wait again.
     """
 
     seq_group_metadata_list: list[SequenceGroupMetadata]
+    scheduled_seq_groups: list[SequenceGroup] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
@@ -52,6 +50,7 @@ class Row:
 class Step:
     """A step being put together, then in flight."""
 
+    number: int
     token_budget: int
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -74,7 +73,7 @@ def create_metadata(
     """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
     leader = seqs[0]
     computed = leader.num_computed_tokens
-    metadata = SequenceGroupMetadata(
+    return SequenceGroupMetadata(
         request_id=group.request_id,
         is_prompt=is_prefill,
         seq_data=MappingProxyType({seq.seq_id: seq.snapshot() for seq in seqs}),
@@ -88,6 +87,3 @@ def create_metadata(
         lora_request=group.lora_request,
         prompt_adapter_request=group.prompt_adapter_request,
     )
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("snapshot %s", metadata.describe())
-    return metadata

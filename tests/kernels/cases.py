@@ -125,6 +125,8 @@ def naive_attention(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             hidden |= distance > 0
         if window is not None:
             hidden |= distance <= -window
+        if "tree_mask" in options:
+            hidden[:, seq_len - query_len :] |= ~options["tree_mask"][rows, :query_len]
         scores = scores.masked_fill(hidden, float("-inf"))
         total = scores.float().logsumexp(dim=-1)
         if sinks is not None:

@@ -35,7 +35,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
         True,
     )
     return {
-        "paged_attention": (*attention, 7, 2.0, torch.rand(3), torch.randn(3), 1, out, lse),
+        "paged_attention": (*attention, 7, 2.0, torch.rand(3), torch.randn(3), None, 1, out, lse),
         "merge_attention_states": (*state, *state),
         "reshape_and_cache": (
             torch.randn(4, 2, 8),

@@ -59,8 +59,10 @@ def check(attend, batch: Batch, return_lse: bool = True) -> None:
 DECODE = {"seq_lens": [1, 15, 16, 17, 70], "query_lens": [1] * 5, "num_decodes": 5}
 PREFILL = {"seq_lens": [1, 16, 17, 40], "query_lens": [1, 16, 5, 33]}
 MIXED = {"seq_lens": [33, 5, 20, 31], "query_lens": [1, 1, 7, 31], "num_decodes": 2}
+# a few queries each in the split kernel, as when drafts are verified
+DRAFTS = {"seq_lens": [4, 16, 20, 70, 130], "query_lens": [4, 1, 7, 3, 16], "num_decodes": 5}
 LENGTHS = pytest.mark.parametrize(
-    "lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"]
+    "lengths", [DECODE, PREFILL, MIXED, DRAFTS], ids=["decode", "prefill", "mixed", "drafts"]
 )
 
 
@@ -232,6 +234,82 @@ def test_every_decode_plan_gives_the_same_answer(num_splits, tile_kv, options) -
         batch.q, batch.k_cache, batch.v_cache, **batch.index, **options
     )
     assert error(out, exact_out) < 3e-6 and error(lse, exact_lse) < 3e-6
+
+
+def random_tree(batch: Batch) -> torch.Tensor:
+    """A branching draft per sequence: each new token sees its ancestors and itself."""
+    tree = torch.zeros(batch.q.shape[0], max(batch.query_lens), dtype=torch.bool)
+    starts = batch.query_start_loc.tolist()
+    for start, query_len in zip(starts, batch.query_lens, strict=False):
+        for i in range(query_len):
+            if i:
+                parent = int(torch.randint(i, ()))
+                tree[start + i] = tree[start + parent]
+            tree[start + i, i] = True
+    return tree
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_drafts_that_branch(attend, options) -> None:
+    """A tree mask on top of every other rule."""
+    batch = Batch(**DRAFTS, options=options)
+    batch.options = {**options, "tree_mask": random_tree(batch)}
+    check(attend, batch)
+
+
+def test_drafts_that_see_nothing(attend) -> None:
+    """Rows whose tree line is empty and who have no context: out 0, lse -inf."""
+    batch = Batch(seq_lens=[3, 9], query_lens=[3, 2], num_decodes=2)
+    batch.options = {"tree_mask": torch.zeros(5, 3, dtype=torch.bool)}
+    check(attend, batch)
+    out, lse = attend(batch)
+    assert lse is not None
+    assert (out[:3] == 0).all() and (lse[:3] == float("-inf")).all()
+
+
+def test_more_queries_than_positions_in_the_split_kernel(attend) -> None:
+    check(attend, Batch(seq_lens=[2, 0, 40], query_lens=[5, 3, 4], num_decodes=3))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("tile_kv", [16, 64])
+@pytest.mark.parametrize(
+    "options", [{}, OPTIONS["all"], {"causal": False}], ids=["plain", "all", "full"]
+)
+def test_every_draft_plan_gives_the_same_answer(num_splits, tile_kv, options) -> None:
+    from octavo.kernels.paged_decode import DecodePlan
+
+    batch = Batch(**DRAFTS, options=options)
+    batch.options = {**options, "tree_mask": random_tree(batch)}
+    plan = DecodePlan(tile_kv=tile_kv, num_splits=num_splits, num_warps=4, num_stages=2)
+    out, lse = kernels.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, **batch.arguments, return_lse=True, plan=plan
+    )
+    exact_out, exact_lse = reference.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, **batch.index, **batch.options
+    )
+    assert error(out, exact_out) < 3e-6 and error(lse, exact_lse) < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_decodes": 1}, "tree_mask: expected decodes"),
+        ({"tree_mask": torch.zeros(5, 2, dtype=torch.bool)}, r"tree_mask: expected bool \[5, 3\]"),
+        ({"tree_mask": torch.zeros(5, 3)}, r"tree_mask: expected bool \[5, 3\], got float32"),
+        ({"max_query_len": 17, "tree_mask": None}, "num_decodes: expected at most 16 queries"),
+    ],
+)
+def test_bad_drafts_are_refused(changes, message) -> None:
+    batch = Batch(seq_lens=[3, 9], query_lens=[3, 2], num_decodes=2)
+    arguments = {
+        **batch.arguments,
+        "tree_mask": torch.ones(5, 3, dtype=torch.bool),
+        **changes,
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.paged_attention(batch.q, batch.k_cache, batch.v_cache, **arguments)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs where there is no GPU")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +170,77 @@ def test_stream_grows_to_what_generate_returns(llm):
     assert [output.prompt for output in final] == PROMPTS[:3]
 
 
+def test_a_stop_string_in_the_last_token_is_the_reason(llm):
+    [output] = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=1, temperature=0, stop=["is"]))
+    completion = output.outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        " Par",
+        "stop",
+        "is",
+    )
+
+
+def test_text_held_back_for_a_stop_string_is_shown_when_the_pool_ends_the_request(model_name):
+    small = LLM(model_name, max_model_len=64, block_size=4, num_gpu_blocks=5)
+    options = {"max_tokens": 40, "seed": 1}
+    [plain] = small.generate([PROMPTS[0]], SamplingParams(n=3, **options))
+    stops = [completion.text[-1] + "#" for completion in plain.outputs]
+    [held] = small.generate([PROMPTS[0]], SamplingParams(n=3, stop=stops, **options))
+    assert {completion.finish_reason for completion in held.outputs} == {"length"}
+    assert [c.text for c in held.outputs] == [c.text for c in plain.outputs]
+
+
+def test_calls_that_interleave_share_the_steps_and_lose_nothing(llm):
+    """Two streams and a generate inside: each sees all of its own outputs."""
+    params = greedy(6)
+    alone = [output.outputs[0].text for output in llm.generate(PROMPTS[:3], params)]
+    first, second = llm.stream(PROMPTS[:1], params), llm.stream(PROMPTS[1:2], params)
+    last = {}
+    for (_, a), (_, b) in zip(first, second, strict=True):
+        last["a"], last["b"] = a, b
+        if len(a.outputs[0].token_ids) == 2:
+            [inside] = llm.generate(PROMPTS[2:3], params)
+            assert inside.outputs[0].text == alone[2]
+    assert [last["a"].outputs[0].text, last["b"].outputs[0].text] == alone[:2]
+    assert last["a"].finished and last["b"].finished
+    assert not llm.engine.has_unfinished() and not llm._changed
+
+
+def test_arrays_and_tensors_are_prompts_too(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    prompts = [ids, tuple(ids), np.array(ids), torch.tensor(ids)]
+    outputs = token_ids(llm.generate(prompts, greedy(3)))
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    assert token_ids(llm.generate(np.array(ids), greedy(3))) == outputs[:1]
+    assert llm.generate([], greedy(3)) == []
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, b"abc", [b"abc"], {"prompt": "hi"}, {1, 2}, [None], [[1.5]], [["a"]], "\ud800"],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(prompts, greedy(2))
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    "params", [5, [SamplingParams(), 5], [SamplingParams(), None], "ab"], ids=repr
+)
+def test_what_are_no_parameters_is_refused(llm, params):
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate(["a", "b"], params)
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("messages", ["hi", {}, [], [{"x": 1}], [["hi"]]], ids=repr)
+def test_what_are_no_messages_is_refused(llm, messages):
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat(messages)
+
+
 def test_closing_a_stream_aborts_what_is_left(llm):
     stream = llm.stream(PROMPTS[:2], greedy(400))
     next(stream)
@@ -207,6 +279,13 @@ def test_one_bad_prompt_stops_the_call_before_anything_runs(llm):
         ({"max_model_len": 9000}, r"max_model_len: expected 1 to 8192"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"num_gpu_blocks": 0}, "num_gpu_blocks"),
+        ({"num_gpu_blocks": 10**12}, "num_gpu_blocks: expected a pool that fits"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_num_seqs": "4"}, "max_num_seqs"),
+        ({"max_model_len": "256"}, "max_model_len"),
+        ({"device": None}, "device"),
+        ({"model_class": 3}, "model_class"),
+        ({"seed": "x"}, "seed"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(model_name, changes, message):

@@ -173,7 +173,20 @@ def test_buffers_grow():
     ("changes", "field"),
     [
         (dict(context=0, chunk=0, table=[1]), "token_chunk_size"),
+        (dict(context=0, chunk=2.0, table=[1]), "token_chunk_size"),
         (dict(context=3, chunk=2, table=[1]), "block_tables"),  # a block is missing
+        # B81: what int32 would cut without a word
+        (
+            dict(context=0, chunk=2, table=[1], block_tables={0: np.array([2**32 + 5])}),
+            "block_tables",
+        ),
+        (dict(context=0, chunk=2, table=[1], block_tables={0: np.array([5.7])}), "block_tables"),
+        (dict(context=0, chunk=2, table=[1], block_tables={0: [5]}), "block_tables"),
+        (
+            dict(context=0, chunk=2, table=[1], block_tables={0: np.ones((1, 1), np.int32)}),
+            "block_tables",
+        ),
+        (dict(context=4, chunk=1, table=[1, 2], computed=[7]), "computed_block_nums"),
         (dict(context=0, chunk=2, table=[0]), "block_tables"),  # the null block
         (dict(context=0, chunk=2, table=[NUM_BLOCKS]), "block_tables"),
         (dict(context=0, chunk=2, table=[-1]), "block_tables"),

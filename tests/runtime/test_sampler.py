@@ -14,7 +14,7 @@ def columns(params: list[SamplingParams], steps=None) -> SamplingRows:
     steps = steps or [0] * len(params)
     return SamplingRows(
         np.array([p.temperature for p in params], np.float64),
-        np.array([p.top_k for p in params], np.int64),
+        np.array([min(p.top_k, 2**31) for p in params], np.int64),
         np.array([p.top_p for p in params], np.float64),
         np.array([p.min_p for p in params], np.float64),
         np.array([p.seed or 0 for p in params], np.uint64),
@@ -53,6 +53,7 @@ def allowed(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
         {"top_k": 1},
         {"top_k": 5},
         {"top_k": 10_000},
+        {"top_k": 2**70},
         {"top_p": 0.5},
         {"top_p": 1e-9},
         {"top_k": 7, "top_p": 0.8},
@@ -115,6 +116,38 @@ def test_tiny_temperature_does_not_overflow():
     assert out.token_ids.tolist() == [0]
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-300])
+def test_a_temperature_below_float32_is_still_a_temperature(temperature):
+    out = sample(
+        torch.tensor([[1.0, 9.0, 2.0, 3.0, 0.0]]),
+        columns([SamplingParams(temperature=temperature, seed=1)]),
+    )
+    assert out.token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize(
+    "bad",
+    [[float("nan")] * 4, [float("-inf")] * 4, [1.0, float("inf"), 0, 0], [1.0, float("nan"), 0, 0]],
+)
+def test_logits_that_are_not_finite_give_no_token_and_disturb_nobody(temperature, bad):
+    params = [SamplingParams(temperature=temperature, seed=i) for i in range(3)]
+    good = torch.randn(3, 4)
+    logits = good.clone()
+    logits[1] = torch.tensor(bad)
+    out, clean = sample(logits, columns(params)), sample(good, columns(params))
+    assert out.token_ids[1] == -1
+    assert out.token_ids[[0, 2]].tolist() == clean.token_ids[[0, 2]].tolist()
+    assert out.logprobs[[0, 2]].tolist() == clean.logprobs[[0, 2]].tolist()
+
+
+def test_masked_tokens_are_no_fault():
+    out = sample(
+        torch.tensor([[float("-inf"), 2.0, float("-inf")]]), columns([SamplingParams(seed=1)])
+    )
+    assert out.token_ids.tolist() == [1]
+
+
 def test_uniform_is_uniform_and_depends_on_seed_and_step():
     steps = np.arange(50_000, dtype=np.uint64)
     u = uniform(np.full(50_000, 7, np.uint64), steps)
@@ -134,7 +167,7 @@ def test_uniform_is_uniform_and_depends_on_seed_and_step():
         ("n", 0), ("n", 1.5), ("n", True), ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "1"),
         ("top_k", 0), ("top_k", -2), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2), ("seed", 2**63),
         ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 2.5), ("stop", [""]), ("stop_token_ids", [-1]),
-        ("ignore_eos", 1),
+        ("ignore_eos", 1), ("temperature", 10**400), ("stop", 5), ("stop_token_ids", 5), ("top_k", 1.5),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_refused_by_name(name, value):

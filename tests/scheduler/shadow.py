@@ -54,6 +54,8 @@ class ShadowRunner:
                     self.slots.pop(dst * size + i, None)
                 else:
                     self.slots[dst * size + i] = digest
+        phases = [metadata.is_prompt for metadata in seq_group_metadata_list]
+        assert phases == sorted(phases), "decodes come before prefills"
         written: set[int] = set()
         for metadata in seq_group_metadata_list:
             assert generation_of(metadata.request_id) == metadata.generation_id

@@ -406,7 +406,8 @@ def test_abort_while_a_step_is_in_flight():
     h.scheduler.add_seq_group(SequenceGroup("r", prompt(3), SamplingParams(), 0.0))
     assert h.scheduler.update(SamplerOutput(np.array([5]), np.zeros(1, np.float32))) == []
     assert h.num_used_blocks == 0
-    assert h.scheduler.generation_of("r") == 0
+    again = h.scheduler.generation_of("r")
+    assert again is not None and again != outputs.seq_group_metadata_list[0].generation_id
     assert len(outputs.seq_group_metadata_list) == 1
 
 
@@ -470,13 +471,13 @@ def test_generation_rises_with_every_event_that_moves_blocks():
     h = Harness(num_blocks=64, enable_prefix_caching=False)
     request = h.add("r", prompt(10), max_tokens=9, n=2)
     h.step()
-    assert request.group.generation_id == 0
+    first = request.group.generation_id
     h.step()  # copy-on-write of the shared tail
-    assert request.group.generation_id == 1
+    assert request.group.generation_id == first + 1
     h.step()
-    assert request.group.generation_id == 1
+    assert request.group.generation_id == first + 1
     h.scheduler._preempt(request.group)
-    assert request.group.generation_id == 2
+    assert request.group.generation_id == first + 2
 
 
 def test_computed_blocks_are_those_before_the_step():
@@ -491,7 +492,155 @@ def test_computed_blocks_are_those_before_the_step():
         assert (
             metadata.computed_block_nums.tolist() == table[: data.num_computed_tokens // 4].tolist()
         )
-        step = h.scheduler._in_flight[-1]
-        h.scheduler._in_flight.clear()
-        assert step.rows
+        h.scheduler._in_flight = None  # as if it had run
     assert seen == [(0, 0, 2), (6, 1, 3), (12, 3, 4)]
+
+
+# -- one step at a time
+
+
+def test_one_step_is_in_flight_at_a_time():
+    h = Harness()
+    h.add("r", prompt(3))
+    with pytest.raises(RuntimeError, match="there is none"):
+        h.scheduler.update(SamplerOutput(np.zeros(1, np.int64), np.zeros(1, np.float32)))
+    with pytest.raises(RuntimeError, match="there is none"):
+        h.scheduler.rollback()
+    h.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="in flight"):
+        h.scheduler.schedule()
+    h.scheduler.rollback()
+    h.drain()
+
+
+def test_a_resumed_request_found_in_the_cache_is_a_decode_before_the_prefills():
+    """Equal block-aligned prompts and a rollback: one comes back with all but its newest token cached."""
+    h = Harness(max_num_batched_tokens=64)
+    h.add("a", prompt(8), max_tokens=5)
+    h.add("b", prompt(8), max_tokens=5)
+    h.step()
+    h.add("c", prompt(21, 300), max_tokens=3)
+    h.scheduler.schedule()
+    h.scheduler.rollback()
+    outputs = h.scheduler.schedule()
+    phases = [metadata.is_prompt for metadata in outputs.seq_group_metadata_list]
+    assert phases == sorted(phases) and len(set(phases)) == 2
+    h.scheduler.rollback()
+    h.drain()
+    assert h.tokens("a") == h.tokens("b") == solo(prompt(8), 5)
+
+
+# -- the engine
+
+
+def test_an_id_can_be_used_again_right_after_its_abort():
+    """B52, B87: the old request gets its terminal event, the new one its tokens."""
+    h = Harness()
+    h.add("a", prompt(3), max_tokens=8)
+    h.step()
+    assert h.engine.abort("a")
+    new = h.add("a", prompt(4, 9), max_tokens=4)
+    ended = []
+    for _ in range(10):
+        ended += [request for request in h.engine.step() if request.finished]
+        if not h.engine.has_unfinished():
+            break
+    assert [request.group.state.value for request in ended] == ["abort", "length"]
+    assert new.group.seqs[0].output_token_ids.tolist() == solo(prompt(4, 9), 4)
+    assert h.num_used_blocks == 0
+
+
+def test_an_id_used_again_inside_a_step():
+    h = Harness()
+    h.add("a", prompt(3), max_tokens=8)
+    execute = h.runner.execute
+
+    def abort_and_add(*args, **kwargs):
+        result = execute(*args, **kwargs)
+        h.runner.execute = execute
+        h.engine.abort("a")
+        h.add("a", prompt(5, 7), max_tokens=3)
+        return result
+
+    h.runner.execute = abort_and_add
+    states = []
+    while h.engine.has_unfinished():
+        states += [r.group.state.value for r in h.engine.step() if r.finished]
+    assert states == ["abort", "length"]
+    assert h.num_used_blocks == 0
+
+
+def test_a_wrong_number_of_results_rolls_the_step_back():
+    h = Harness()
+    h.add("a", prompt(3), max_tokens=4)
+    execute = h.runner.execute
+    h.runner.execute = lambda *args, **kwargs: SamplerOutput(np.zeros(0, np.int64), np.zeros(0))
+    with pytest.raises(ValueError, match="expected 1 tokens"):
+        h.step()
+    h.runner.execute = execute
+    h.drain()
+    assert h.tokens("a") == solo(prompt(3), 4)
+
+
+def test_a_text_that_cannot_be_made_ends_its_request_alone(monkeypatch):
+    h = Harness()
+    h.add("good", prompt(3), max_tokens=4)
+    bad = h.add("bad", prompt(4), max_tokens=4)
+    decode = type(bad).decode
+
+    def broken(self, seq):
+        if self is bad:
+            raise RuntimeError("no text")
+        return decode(self, seq)
+
+    monkeypatch.setattr(type(bad), "decode", broken)
+    with pytest.raises(RuntimeError, match="no text"):
+        h.step()
+    ended = []
+    for _ in range(20):
+        if not h.engine.has_unfinished():
+            break
+        try:
+            ended += [r.group.request_id for r in h.engine.step() if r.finished]
+        except RuntimeError:
+            continue
+    assert sorted(ended) == ["bad", "good"]
+    assert h.num_used_blocks == 0
+
+
+def test_logits_that_are_not_finite_end_their_request_alone():
+    h = Harness()
+    h.add("good", prompt(3), max_tokens=4)
+    h.add("bad", prompt(4), max_tokens=4)
+    execute = h.runner.execute
+
+    def poisoned(metadata, **kwargs):
+        out = execute(metadata, **kwargs)
+        tokens = out.token_ids.copy()
+        tokens[[m.request_id for m in metadata].index("bad")] = -1
+        return SamplerOutput(tokens, out.logprobs)
+
+    h.runner.execute = poisoned
+    h.step()
+    h.runner.execute = execute
+    h.drain()
+    seq = h.finished["bad"].group.seqs[0]
+    assert (seq.status, seq.num_output_tokens) == (SequenceStatus.FINISHED_ABORTED, 0)
+    assert "not finite" in str(seq.stop_reason)
+    assert h.tokens("good") == solo(prompt(3), 4)
+
+
+@pytest.mark.parametrize("salt", [None, 5, "\ud800", "\n"])
+def test_bad_salt_is_refused(salt):
+    with pytest.raises(ValueError, match="cache_salt"):
+        Harness().add("r", prompt(3), cache_salt=salt)
+
+
+def test_dump_shows_every_table_with_its_reference_counts():
+    """Article 5.3: the shared block is seen at a glance."""
+    h = Harness()
+    h.add("r", prompt(5), n=2, max_tokens=4)
+    h.step()
+    lines = h.blocks.dump().splitlines()
+    assert lines[0].startswith("seq_id=0 blocks: ") and lines[0].count("(x2)") == 2
+    assert lines[1].startswith("seq_id=1") and lines[2].startswith("free=")
