@@ -77,7 +77,7 @@ def generate(
         )
         outputs = _stream(llm, prompts, asked, params)
     except ValueError as error:
-        errors.print("error:", str(error), markup=False, highlight=False)
+        typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
     if stats:
         _print_stats(llm, outputs, time.perf_counter() - started)

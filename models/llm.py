@@ -213,10 +213,10 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[Request]:
         batch = _as_batch(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(batch)
-        else:
+        if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
+        else:
+            params = [SamplingParams() if sampling_params is None else sampling_params] * len(batch)
         for each in params:
             if not isinstance(each, SamplingParams):
                 raise ValueError(f"sampling_params: expected SamplingParams, got {each!r}")
