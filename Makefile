@@ -13,10 +13,6 @@ HAS_CUDA_TORCH := import torch, sys; sys.exit(not torch.cuda.is_available())
 INSTALLED_PINS := import importlib.metadata as m; print(*(f"{d.name}=={d.version}" for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")
 SITE_PACKAGES := import site; print(*site.getsitepackages(), sep="\n")
 
-# Torch's threads sleep while they wait for one another. By default they spin, and where anything else wants the cores
-# too, each parallel loop then waits for a time slice: a decode step took 420 ms instead of 65.
-export OMP_WAIT_POLICY := PASSIVE
-
 .PHONY: demo test lint clean
 
 demo: $(VENV)/installed

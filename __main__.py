@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +14,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from .models.llm import LLM
     from .scheduler.outputs import RequestOutput
-
-# Before torch is imported: threads that wait by spinning take the cores from those they wait for on a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."

@@ -213,6 +213,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[Request]:
         batch = _as_batch(prompts)
+        params: list[Any]
         if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
         else:
