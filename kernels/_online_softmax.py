@@ -7,6 +7,9 @@ unnormalised output `acc = sum(exp2(score - m) * v)`. All scores are in base-2 u
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -116,3 +119,36 @@ def attend_tiles(
             scores = tl.where(visible, scores, float("-inf"))
         acc, m, l = accumulate(acc, m, l, scores, v, MASKED)  # noqa: E741
     return acc, m, l
+
+
+def padded(size: int) -> int:
+    """Width of a tile that holds `size` elements: a power of two, as Triton wants, and a matrix product's least."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def paged_operands(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
+) -> dict[str, Any]:
+    """The launch arguments that both kernels take of their checked operands."""
+    _, block_size, num_kv_heads, head_size_v = v_cache.shape
+    return {
+        "q_ptr": q,
+        "k_ptr": k_cache,
+        "v_ptr": v_cache,
+        "block_tables_ptr": block_tables,
+        "q_stride_token": q.stride(0),
+        "q_stride_head": q.stride(1),
+        "k_stride_block": k_cache.stride(0),
+        "k_stride_slot": k_cache.stride(1),
+        "k_stride_head": k_cache.stride(2),
+        "v_stride_block": v_cache.stride(0),
+        "v_stride_slot": v_cache.stride(1),
+        "v_stride_head": v_cache.stride(2),
+        "table_stride_seq": block_tables.stride(0),
+        "HEAD_SIZE": q.shape[2],
+        "HEAD_SIZE_V": head_size_v,
+        "DIM": padded(q.shape[2]),
+        "DIM_V": padded(head_size_v),
+        "BLOCK_SIZE": block_size,
+        "GROUP": q.shape[1] // num_kv_heads,
+    }

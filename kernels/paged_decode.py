@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_attention, check_queries, multiprocessors
-from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish
+from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish, padded, paged_operands
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def paged_decode(
     Raises ValueError naming the argument, what was expected and what came.
     """
     num_tokens, num_q_heads, head_size = q.shape
-    _, block_size, num_kv_heads, head_size_v = v_cache.shape
+    _, _, num_kv_heads, head_size_v = v_cache.shape
     num_seqs = seq_lens.shape[0]
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_size_v)
@@ -287,17 +287,13 @@ def paged_decode(
         partial_lse2 = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:
         partial, partial_lse2 = out.unsqueeze(2), lse
-    dim_v = max(16, triton.next_power_of_2(head_size_v))
     _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
         out_ptr=partial,
         lse_ptr=partial_lse2,
-        q_ptr=q,
-        k_ptr=k_cache,
-        v_ptr=v_cache,
+        **paged_operands(q, k_cache, v_cache, block_tables),
         alibi_slopes_ptr=alibi_slopes,
         sinks_ptr=sinks,
         tree_mask_ptr=None if tree_mask is None else tree_mask.view(torch.uint8),
-        block_tables_ptr=block_tables,
         seq_lens_ptr=seq_lens,
         query_start_loc_ptr=query_start_loc,
         scale=scale,
@@ -308,22 +304,7 @@ def paged_decode(
         out_stride_split=partial.stride(2),
         lse_stride_token=0 if partial_lse2 is None else partial_lse2.stride(0),
         lse_stride_head=0 if partial_lse2 is None else partial_lse2.stride(1),
-        q_stride_token=q.stride(0),
-        q_stride_head=q.stride(1),
-        k_stride_block=k_cache.stride(0),
-        k_stride_slot=k_cache.stride(1),
-        k_stride_head=k_cache.stride(2),
-        v_stride_block=v_cache.stride(0),
-        v_stride_slot=v_cache.stride(1),
-        v_stride_head=v_cache.stride(2),
-        table_stride_seq=block_tables.stride(0),
         tree_stride_token=0 if tree_mask is None else tree_mask.stride(0),
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_V=head_size_v,
-        DIM=max(16, triton.next_power_of_2(head_size)),
-        DIM_V=dim_v,
-        BLOCK_SIZE=block_size,
-        GROUP=group,
         # 16: the smallest matrix product of the tensor cores
         ROWS=max(16, triton.next_power_of_2(max_query_len * group)),
         TILE_KV=plan.tile_kv,
@@ -347,7 +328,7 @@ def paged_decode(
             lse_stride_token=0 if lse is None else lse.stride(0),
             lse_stride_head=0 if lse is None else lse.stride(1),
             HEAD_SIZE_V=head_size_v,
-            DIM_V=dim_v,
+            DIM_V=padded(head_size_v),
             SPLITS=triton.next_power_of_2(splits),
             num_warps=4,
             enable_fp_fusion=True,

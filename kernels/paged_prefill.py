@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_attention, check_tensor, has_warpgroup_mma
-from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish
+from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish, paged_operands
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def paged_prefill(
     Raises ValueError naming the argument, what was expected and what came.
     """
     num_tokens, num_q_heads, head_size = q.shape
-    _, block_size, num_kv_heads, head_size_v = v_cache.shape
+    _, _, num_kv_heads, head_size_v = v_cache.shape
     num_seqs = seq_lens.shape[0]
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_size_v)
@@ -231,12 +231,9 @@ def paged_prefill(
     _paged_prefill_kernel[(num_tokens // tile_q + num_seqs, num_kv_heads)](
         out_ptr=out,
         lse_ptr=lse,
-        q_ptr=q,
-        k_ptr=k_cache,
-        v_ptr=v_cache,
+        **paged_operands(q, k_cache, v_cache, block_tables),
         alibi_slopes_ptr=alibi_slopes,
         sinks_ptr=sinks,
-        block_tables_ptr=block_tables,
         seq_lens_ptr=seq_lens,
         query_start_loc_ptr=query_start_loc,
         num_seqs=num_seqs,
@@ -247,21 +244,6 @@ def paged_prefill(
         out_stride_head=out.stride(1),
         lse_stride_token=0 if lse is None else lse.stride(0),
         lse_stride_head=0 if lse is None else lse.stride(1),
-        q_stride_token=q.stride(0),
-        q_stride_head=q.stride(1),
-        k_stride_block=k_cache.stride(0),
-        k_stride_slot=k_cache.stride(1),
-        k_stride_head=k_cache.stride(2),
-        v_stride_block=v_cache.stride(0),
-        v_stride_slot=v_cache.stride(1),
-        v_stride_head=v_cache.stride(2),
-        table_stride_seq=block_tables.stride(0),
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_V=head_size_v,
-        DIM=max(16, triton.next_power_of_2(head_size)),
-        DIM_V=max(16, triton.next_power_of_2(head_size_v)),
-        BLOCK_SIZE=block_size,
-        GROUP=group,
         ROWS=plan.rows,
         TILE_Q=tile_q,
         TILE_KV=plan.tile_kv,

@@ -45,7 +45,7 @@ def attend(request, monkeypatch):
     return run
 
 
-def check(attend, batch: Batch, return_lse: bool = True) -> None:
+def check_batch(attend, batch: Batch, return_lse: bool = True) -> None:
     out, lse = attend(batch, return_lse)
     exact_out, exact_lse = reference.paged_attention(
         batch.q, batch.k_cache, batch.v_cache, **batch.index, **batch.options
@@ -71,13 +71,13 @@ LENGTHS = pytest.mark.parametrize(
 @pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "plain"])
 def test_dtypes(attend, lengths, dtype, return_lse) -> None:
     """Unused slots are NaN and unused table entries out of range in this and every test here."""
-    check(attend, Batch(**lengths, dtype=dtype), return_lse)
+    check_batch(attend, Batch(**lengths, dtype=dtype), return_lse)
 
 
 @LENGTHS
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (9, 3), (8, 1)], ids=str)
 def test_head_groups(attend, lengths, heads) -> None:
-    check(attend, Batch(**lengths, num_q_heads=heads[0], num_kv_heads=heads[1]))
+    check_batch(attend, Batch(**lengths, num_q_heads=heads[0], num_kv_heads=heads[1]))
 
 
 @LENGTHS
@@ -85,13 +85,13 @@ def test_head_groups(attend, lengths, heads) -> None:
     "sizes", [(64, None), (80, None), (128, None), (48, 32), (32, 96)], ids=str
 )
 def test_head_sizes(attend, lengths, sizes) -> None:
-    check(attend, Batch(**lengths, head_size=sizes[0], head_size_v=sizes[1]))
+    check_batch(attend, Batch(**lengths, head_size=sizes[0], head_size_v=sizes[1]))
 
 
 @LENGTHS
 @pytest.mark.parametrize("block_size", [1, 5, 32])
 def test_block_sizes_and_layouts(attend, lengths, block_size) -> None:
-    check(attend, Batch(**lengths, block_size=block_size, hnd=block_size == 5))
+    check_batch(attend, Batch(**lengths, block_size=block_size, hnd=block_size == 5))
 
 
 OPTIONS = {
@@ -114,14 +114,14 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(attend, lengths, options) -> None:
     """B20: windows with chunks over a context, and with decode, equal the dense result."""
-    check(attend, Batch(**lengths, options=options))
+    check_batch(attend, Batch(**lengths, options=options))
 
 
 @pytest.mark.parametrize(
     "options", [{}, OPTIONS["window16"], OPTIONS["all"]], ids=["plain", "window", "all"]
 )
 def test_not_causal(attend, options) -> None:
-    check(attend, Batch(**PREFILL, options={"causal": False, **options}))
+    check_batch(attend, Batch(**PREFILL, options={"causal": False, **options}))
 
 
 @pytest.mark.parametrize("edge", [63, 64, 65, 127, 128, 129, 260])
@@ -130,12 +130,12 @@ def test_tile_edges(attend, edge, query_len) -> None:
     batch = Batch(
         [edge], [query_len], num_q_heads=2, num_kv_heads=1, num_decodes=int(query_len == 1)
     )
-    check(attend, batch)
+    check_batch(attend, batch)
 
 
 def test_more_queries_than_a_tile(attend) -> None:
-    check(attend, Batch([150, 75], [140, 75], num_q_heads=2, num_kv_heads=1, head_size=16))
-    check(
+    check_batch(attend, Batch([150, 75], [140, 75], num_q_heads=2, num_kv_heads=1, head_size=16))
+    check_batch(
         attend,
         Batch([300], [290], num_q_heads=1, num_kv_heads=1, head_size=16, options={"window": 37}),
     )
@@ -144,10 +144,12 @@ def test_more_queries_than_a_tile(attend) -> None:
 @pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "plain"])
 def test_empty_rows(attend, return_lse) -> None:
     """B02: seq_len 0, query_len 0, and queries before the sequence's first token: out 0, lse -inf."""
-    check(attend, Batch([9, 0, 17, 0], [1] * 4, num_decodes=4), return_lse)
-    check(attend, Batch([0, 0], [1] * 2, num_decodes=2), return_lse)
-    check(attend, Batch([0, 20, 3, 20, 0], [2, 0, 5, 4, 0]), return_lse)
-    check(attend, Batch([4, 0, 9], [1, 3, 2], num_decodes=1, options=OPTIONS["all"]), return_lse)
+    check_batch(attend, Batch([9, 0, 17, 0], [1] * 4, num_decodes=4), return_lse)
+    check_batch(attend, Batch([0, 0], [1] * 2, num_decodes=2), return_lse)
+    check_batch(attend, Batch([0, 20, 3, 20, 0], [2, 0, 5, 4, 0]), return_lse)
+    check_batch(
+        attend, Batch([4, 0, 9], [1, 3, 2], num_decodes=1, options=OPTIONS["all"]), return_lse
+    )
 
 
 @pytest.mark.parametrize("num_decodes", [1, 5])
@@ -182,7 +184,7 @@ def test_sight_ends_exactly_at_the_query(attend, query_len) -> None:
         last = seq_len - 1
         block = batch.block_tables[row, last // 16]
         batch.k_cache[block, last % 16] = 30.0
-    check(attend, batch)
+    check_batch(attend, batch)
 
 
 def test_unused_neighbours_in_the_pool_are_not_touched() -> None:
@@ -254,21 +256,21 @@ def test_drafts_that_branch(attend, options) -> None:
     """A tree mask on top of every other rule."""
     batch = Batch(**DRAFTS, options=options)
     batch.options = {**options, "tree_mask": random_tree(batch)}
-    check(attend, batch)
+    check_batch(attend, batch)
 
 
 def test_drafts_that_see_nothing(attend) -> None:
     """Rows whose tree line is empty and who have no context: out 0, lse -inf."""
     batch = Batch(seq_lens=[3, 9], query_lens=[3, 2], num_decodes=2)
     batch.options = {"tree_mask": torch.zeros(5, 3, dtype=torch.bool)}
-    check(attend, batch)
+    check_batch(attend, batch)
     out, lse = attend(batch)
     assert lse is not None
     assert (out[:3] == 0).all() and (lse[:3] == float("-inf")).all()
 
 
 def test_more_queries_than_positions_in_the_split_kernel(attend) -> None:
-    check(attend, Batch(seq_lens=[2, 0, 40], query_lens=[5, 3, 4], num_decodes=3))
+    check_batch(attend, Batch(seq_lens=[2, 0, 40], query_lens=[5, 3, 4], num_decodes=3))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs where there is no GPU")
