@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -105,22 +105,15 @@ def _stream(llm: LLM, prompts: list[str], asked: list, params: list) -> list[Req
 
 def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
     console = Console(highlight=False)
-    table = Table(title="where each request's time went, in ms", title_justify="left", box=SIMPLE)
-    for name in (
-        "prompt",
-        "in",
-        "cached",
-        "out",
-        "end",
-        "queue",
-        "first",
-        "model",
-        "sched",
-        "total",
-    ):
-        table.add_column(
-            name, justify="left" if name in ("prompt", "end") else "right", no_wrap=True
-        )
+    table = Table(
+        title="where each request's time went, in ms",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # fits 80 columns
+    )
+    for name in ("prompt", "in", "hit", "out", "end", "queue", "first", "model", "sched", "total"):
+        is_text = name in ("prompt", "end")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for output in outputs:
         metrics, completion = output.metrics, output.outputs[0]
         assert metrics is not None and metrics.finished_time is not None
@@ -132,7 +125,7 @@ def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None
             metrics.finished_time - metrics.arrival_time,
         )
         table.add_row(
-            Text((output.prompt or "(chat)")[:20]),
+            Text((output.prompt or "(chat)")[:16]),
             str(len(output.prompt_token_ids)),
             str(metrics.num_cached_tokens),
             str(len(completion.token_ids)),
