@@ -277,17 +277,22 @@ def check_queries(
     """Check what says which new tokens of paged decode belong to which sequence; None: one each, in order."""
     if not 1 <= max_query_len <= MAX_QUERIES:
         raise ValueError(f"max_query_len: expected 1 to {MAX_QUERIES}, got {max_query_len}")
-    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
     if query_start_loc is None:
         if max_query_len > 1 or tree_mask is not None:
             raise ValueError("query_start_loc: expected a tensor with several new tokens, got None")
-        check_tensor("seq_lens", seq_lens, shape=(num_tokens,))
+        check_tensor("seq_lens", seq_lens, shape=(q.shape[0],))
     else:
-        shape = (num_seqs + 1,)
-        check_tensor(
-            "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
-        )
+        check_query_starts(q, seq_lens, query_start_loc)
     check_tree_mask(q, max_query_len, tree_mask)
+
+
+def check_query_starts(
+    q: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    shape = (seq_lens.shape[0] + 1,)
+    check_tensor(
+        "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
+    )
 
 
 def check_tree_mask(q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None) -> None:

@@ -24,9 +24,9 @@ from ._checks import (
     check_gate_up,
     check_key_value,
     check_norm,
+    check_query_starts,
     check_rotary,
     check_states,
-    check_tensor,
     check_tree_mask,
 )
 
@@ -79,10 +79,7 @@ def paged_attention(
         q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
     )
     num_seqs = seq_lens.shape[0]
-    shape = (num_seqs + 1,)
-    check_tensor(
-        "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
-    )
+    check_query_starts(q, seq_lens, query_start_loc)
     check_tree_mask(q, max_query_len, tree_mask)
     scores = _Scores(scale, causal, window, softcap, alibi_slopes, sinks)
     lengths = seq_lens.tolist()

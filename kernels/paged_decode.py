@@ -305,8 +305,7 @@ def paged_decode(
         lse_stride_token=0 if partial_lse2 is None else partial_lse2.stride(0),
         lse_stride_head=0 if partial_lse2 is None else partial_lse2.stride(1),
         tree_stride_token=0 if tree_mask is None else tree_mask.stride(0),
-        # 16: the smallest matrix product of the tensor cores
-        ROWS=max(16, triton.next_power_of_2(max_query_len * group)),
+        ROWS=padded(max_query_len * group),
         TILE_KV=plan.tile_kv,
         CAUSAL=causal and query_start_loc is not None,  # one token is the last: it sees all
         PARTIAL=splits > 1,

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_attention, check_tensor, has_warpgroup_mma
+from ._checks import check_attention, check_query_starts, has_warpgroup_mma
 from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish, paged_operands
 
 
@@ -210,13 +210,7 @@ def paged_prefill(
     check_attention(
         q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
     )
-    check_tensor(
-        "query_start_loc",
-        query_start_loc,
-        shape=(num_seqs + 1,),
-        dtype=torch.int32,
-        device=q.device,
-    )
+    check_query_starts(q, seq_lens, query_start_loc)
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_q_heads // num_kv_heads

@@ -81,7 +81,14 @@ class LLM:
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
-        torch_device, torch_dtype = _device(device), _dtype(dtype, _device(device))
+        torch_device = _device(device)
+        torch_dtype = _dtype(dtype, torch_device)
+        if not isinstance(gpu_memory_utilization, (int, float)) or not (
+            0 < gpu_memory_utilization <= 1
+        ):
+            raise ValueError(
+                f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
+            )
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed: expected an integer, got {seed!r}")
         if model_class is not None and not callable(model_class):
@@ -108,15 +115,13 @@ class LLM:
             raise ValueError(
                 f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
             )
-        budget = _pool_bytes(torch_device, gpu_memory_utilization)
         self.tokenizer = load_tokenizer(source)
         loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = next(loaded.parameters()).dtype
         if num_gpu_blocks is None:
-            if torch_device.type == "cuda":  # the weights are loaded now
-                budget = _pool_bytes(torch_device, gpu_memory_utilization)
+            budget = _pool_bytes(torch_device, gpu_memory_utilization)
             wanted = max_num_seqs * -(-max_model_len // block_size)
             num_gpu_blocks = min(wanted, budget // block_bytes(*shape, pool_dtype))
             scheduler_config = replace(scheduler_config, num_gpu_blocks=num_gpu_blocks)
@@ -171,11 +176,11 @@ class LLM:
         what is unfinished. Other calls may run in between: all share the steps.
         """
         requests = self._add(prompts, sampling_params)
-        places = {id(request): place for place, request in enumerate(requests)}
+        places = {request: place for place, request in enumerate(requests)}
         try:
             for changed in self._run(requests):
                 for request in changed:
-                    yield places[id(request)], request.output()
+                    yield places[request], request.output()
         finally:
             self._abandon(requests)
 
@@ -200,7 +205,7 @@ class LLM:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_blocks=blocks.num_blocks,
-            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            num_used_blocks=blocks.num_used_blocks,
             peak_used_blocks=self.engine.peak_used_blocks,
             block_bytes=self.pool.block_bytes,
             num_steps=self.engine.num_steps,
@@ -325,10 +330,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes the KV pool may take, the weights being loaded already."""
-    if not isinstance(gpu_memory_utilization, (int, float)) or not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
-        )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - gpu_memory_utilization) * total))

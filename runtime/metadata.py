@@ -27,9 +27,8 @@ import numpy as np
 
 from .params import SamplingParams
 
-NULL_BLOCK = (
-    0  # never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
-)
+# never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
+NULL_BLOCK = 0
 PAD_SLOT = -1  # slot of a token whose K and V are not written
 
 

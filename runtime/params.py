@@ -21,9 +21,11 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
     try:
-        return not isinstance(value, bool) and math.isfinite(value)
-    except (TypeError, OverflowError):
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
         return False
 
 

@@ -86,9 +86,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
                 token_ids[index] = draw(_scaled(logits[index], picked), draws[index], picked)
     normaliser = logits.logsumexp(dim=-1)
     logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normaliser
-    token_ids.masked_fill_(
-        ~normaliser.isfinite(), -1
-    )  # a NaN, an infinite logit, or nothing but -inf
+    # not finite: a NaN, an infinite logit, or nothing but -inf
+    token_ids.masked_fill_(~normaliser.isfinite(), -1)
     return SamplerOutput(token_ids.cpu().numpy(), logprobs.cpu().numpy())
 
 

@@ -101,6 +101,11 @@ class BlockManager:
         """Blocks that can be had now: free and evictable ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that some table names."""
+        return self.num_blocks - self.num_free_blocks
+
     def has_table(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
@@ -111,9 +116,8 @@ class BlockManager:
     def num_blocks_needed(self, seqs: Iterable[Sequence], num_new_tokens: int) -> int:
         """Blocks to be had before each sequence can be fed `num_new_tokens` more, copies of shared blocks included."""
         needed = 0
-        leaving: list[
-            int
-        ] = []  # shared blocks, once for each sharer that will have taken a copy by then
+        # shared blocks, once for each sharer that will have taken a copy by then
+        leaving: list[int] = []
         for seq in seqs:
             table = self._tables[seq.seq_id]
             needed += cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)

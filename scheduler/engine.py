@@ -179,8 +179,7 @@ class Engine:
         outputs = self.scheduler.schedule()
         scheduled = time.perf_counter()
         changed, self._aborted = self._aborted + outputs.ignored, []
-        blocks = self.scheduler.blocks
-        used = blocks.num_blocks - blocks.num_free_blocks
+        used = self.scheduler.blocks.num_used_blocks
         self.peak_used_blocks = max(self.peak_used_blocks, used)
         failures: list[Exception] = []
         if not outputs.is_empty:

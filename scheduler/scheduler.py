@@ -56,9 +56,8 @@ class Scheduler:
             next(self._seq_ids)  # a group's ids are consecutive, in order of its samples
         group.seqs[0].seq_id = first_id
         group.arrival_order = next(self._arrivals)
-        group.generation_id = (
-            group.arrival_order << 32
-        )  # two requests of one id never share a version
+        # two requests of one id never share a version
+        group.generation_id = group.arrival_order << 32
         self._groups[group.request_id] = group
         self.waiting.append(group)
 
@@ -259,10 +258,13 @@ class Scheduler:
         """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
         # a preempted group that finds all but its newest token cached comes back as a decode, after prefills were placed
         step.rows.sort(key=lambda row: row.is_prefill)
+        snapshots = []
         for row in step.rows:
-            row.snapshot = create_metadata(
+            snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
             )
+            row.num_samples = snapshot.num_samples
+            snapshots.append(snapshot)
         size = self.config.block_size
         for row in step.rows:
             for seq in row.seqs:
@@ -274,7 +276,6 @@ class Scheduler:
                 self._attach_siblings(row.group)
         if step.rows:
             self._in_flight = step
-        snapshots = [row.snapshot for row in step.rows if row.snapshot is not None]
         if logger.isEnabledFor(logging.DEBUG):
             for snapshot in snapshots:
                 logger.debug("step=%d %s", step.number, snapshot.describe())
@@ -315,8 +316,7 @@ class Scheduler:
         logits were not finite. Results of requests that ended meanwhile are dropped.
         """
         step = self._take_in_flight()
-        counts = [row.snapshot.num_samples for row in step.rows if row.snapshot is not None]
-        expected = sum(counts)
+        expected = sum(row.num_samples for row in step.rows)
         if len(outputs.token_ids) != expected:
             raise ValueError(
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
@@ -324,8 +324,8 @@ class Scheduler:
         self._in_flight = None
         results = zip(outputs.token_ids.tolist(), outputs.logprobs.tolist(), strict=True)
         changed = []
-        for row, count in zip(step.rows, counts, strict=True):
-            drawn = list(itertools.islice(results, count))
+        for row in step.rows:
+            drawn = list(itertools.islice(results, row.num_samples))
             if drawn and row.group.live:
                 self._write_back(row, drawn)
                 changed.append(row.group)
@@ -393,11 +393,7 @@ class Scheduler:
             raise RuntimeError(
                 f"queues hold {sorted(queued)}, known requests are {sorted(self._groups)}"
             )
-        if (
-            not self._groups
-            and self._in_flight is None
-            and self.blocks.num_free_blocks != self.blocks.num_blocks
-        ):
+        if not self._groups and self._in_flight is None and self.blocks.num_used_blocks:
             raise RuntimeError(
-                f"idle, but {self.blocks.num_blocks - self.blocks.num_free_blocks} blocks are still referenced"
+                f"idle, but {self.blocks.num_used_blocks} blocks are still referenced"
             )

@@ -206,7 +206,7 @@ class SequenceGroup:
         prompt_adapter_request: Any = None,
         encoder_seq: Sequence | None = None,
     ) -> None:
-        if not isinstance(cache_salt, str) or not (cache_salt == "" or cache_salt.isprintable()):
+        if not isinstance(cache_salt, str) or not cache_salt.isprintable():
             raise ValueError(f"cache_salt: expected printable text, got {cache_salt!r}")
         self.request_id = request_id
         self.sampling_params = sampling_params

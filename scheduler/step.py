@@ -42,7 +42,7 @@ class Row:
     seqs: list[Sequence]
     chunk: int  # tokens fed to each of seqs
     is_prefill: bool
-    snapshot: SequenceGroupMetadata | None = None
+    num_samples: int = 0  # tokens to be drawn for it, known once its snapshot is made
     published: list[int] = field(default_factory=list)
 
 

@@ -26,7 +26,7 @@ class Harness:
 
     @property
     def num_used_blocks(self) -> int:
-        return self.blocks.num_blocks - self.blocks.num_free_blocks
+        return self.blocks.num_used_blocks
 
     def add(self, request_id: str, prompt, max_tokens: int = 8, n: int = 1, **kwargs) -> Request:
         return self.engine.add_request(
