@@ -182,7 +182,7 @@ BAD_ATTENTION = {
 def test_bad_attention_arguments(monkeypatch, message, triton) -> None:
     """B81: an index tensor of another dtype or shape is refused, not read as garbage."""
     if triton:
-        monkeypatch.setattr(ops, "_paged_attention", ops._triton_attention)
+        monkeypatch.setattr(ops.attention, "_paged_attention", ops.attention._triton_attention)
     with pytest.raises(ValueError, match=message):
         attention_with(**BAD_ATTENTION[message])
 

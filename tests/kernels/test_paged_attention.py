@@ -17,7 +17,7 @@ def attend(request, monkeypatch):
     """Run a batch; returns (out, lse or None)."""
     device = "cpu"
     if request.param == "triton":
-        monkeypatch.setattr(ops, "_paged_attention", ops._triton_attention)
+        monkeypatch.setattr(ops.attention, "_paged_attention", ops.attention._triton_attention)
         device = DEVICE
 
     def run(batch: Batch, return_lse: bool = True):

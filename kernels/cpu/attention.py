@@ -1,6 +1,4 @@
-"""Every op in vectorised torch, for machines without a GPU: few torch calls per op, little copying.
-
-Attention reads the cache in three ways, chosen by what they cost:
+"""Attention in vectorised torch. The cache is read in three ways, chosen by what they cost:
 - a few decode rows: each gathers its own blocks, about six torch calls a row;
 - many decode rows: one gather and one batched product over the blocks of all rows, one block per (block, KV head) matrix,
   so that rows of mixed lengths cost no padding; the softmax runs over the blocks of a row (`_attend_blocks`);
@@ -18,14 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ._checks import (
+from .._checks import (
     check_attention,
-    check_block_pairs,
-    check_gate_up,
-    check_key_value,
-    check_norm,
     check_query_starts,
-    check_rotary,
     check_states,
     check_tree_mask,
 )
@@ -306,67 +299,3 @@ def merge_attention_states(
     side_b = out_b.float().masked_fill((lse_b == -math.inf)[..., None], 0.0)
     weight_a, weight_b = torch.exp(lse_a - pivot)[..., None], torch.exp(lse_b - pivot)[..., None]
     return side_a.mul_(weight_a).addcmul_(side_b, weight_b).to(out_a.dtype), lse
-
-
-def reshape_and_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    check_key_value(k, v, k_cache, v_cache, slot_mapping)
-    block_size = k_cache.shape[1]
-    num_slots = slot_mapping.shape[0]
-    slots = slot_mapping.numpy()
-    k, v = k[:num_slots], v[:num_slots]
-    if (slots < 0).any():
-        tokens = np.flatnonzero(slots >= 0)
-        k, v, slots = k[tokens], v[tokens], slots[tokens]
-    blocks = torch.from_numpy(slots // block_size)
-    offsets = torch.from_numpy(slots % block_size)
-    k_cache[blocks, offsets] = k
-    v_cache[blocks, offsets] = v
-
-
-def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
-    swap_blocks(pool, pool, pairs)
-
-
-def swap_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
-    check_block_pairs(src_pool, dst_pool, pairs)
-    for source, destination in pairs.tolist():
-        dst_pool[destination] = src_pool[source]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    check_norm(x, None, weight)
-    return F.rms_norm(x, weight.shape, weight, eps).contiguous()
-
-
-def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    check_norm(x, residual, weight)
-    total = (x + residual).contiguous()
-    return F.rms_norm(total, weight.shape, weight, eps), total
-
-
-def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, is_neox: bool
-) -> None:
-    check_rotary(positions, q, k, cos_sin)
-    rotary_size = cos_sin.shape[1]
-    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(
-        2, dim=-1
-    )  # [T, 1, rotary_size / 2]
-    for x in (q, k):
-        x = x[..., :rotary_size]
-        a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
-        # products in fp32, whatever the dtype of x
-        first = (a * cos).addcmul_(b, sin, value=-1)
-        second = (b * cos).addcmul_(a, sin)
-        a.copy_(first)
-        b.copy_(second)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    check_gate_up(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.float()).mul_(up).to(x.dtype).contiguous()

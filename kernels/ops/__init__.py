@@ -1,0 +1,27 @@
+"""The public ops, registered with torch in the namespace `octavo`, so that `torch.compile` sees through a model.
+
+    tensors on     OCTAVO_BACKEND             what runs
+    CUDA           any                        the Triton kernels
+    CPU            unset, "" or "auto"        `cpu`, vectorised torch; Triton is not imported
+    CPU            "interpret"                the Triton kernels, by Triton's interpreter (exact, and slow)
+
+The variable is read once, when this module is imported. All ops are for inference: none has a derivative. Arguments are
+checked where the op runs: a ValueError names the argument, what was expected and what came. Lengths, slots and table
+entries live on the device and are not checked, for that would wait for the device.
+"""
+
+from .attention import merge_attention_states, paged_attention
+from .cache import copy_blocks, reshape_and_cache, swap_blocks
+from .layers import fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
+
+__all__ = [
+    "copy_blocks",
+    "fused_add_rms_norm",
+    "merge_attention_states",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "swap_blocks",
+]

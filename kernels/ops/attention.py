@@ -1,0 +1,185 @@
+"""Paged attention and what is built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._checks import MAX_QUERIES
+from ._registry import empty_like, no_result, register, triton_op
+
+Tensor = torch.Tensor
+
+
+def _triton_attention(
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
+    scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse, plan=None,
+) -> None:  # fmt: skip
+    """Sequences [0, num_decodes) to paged decode, the others to paged prefill."""
+    options = {
+        "max_seq_len": max_seq_len,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "plan": plan,
+    }
+    if num_decodes > 0:
+        from ..paged_decode import paged_decode
+
+        several = num_decodes == seq_lens.shape[0] and max_query_len > 1
+        rows = slice(None) if several else slice(num_decodes)
+        paged_decode(
+            q[rows],
+            k_cache,
+            v_cache,
+            seq_lens=seq_lens[:num_decodes],
+            block_tables=block_tables[:num_decodes],
+            query_start_loc=query_start_loc if several else None,
+            max_query_len=max_query_len if several else 1,
+            causal=causal,
+            tree_mask=tree_mask,
+            out=out[rows],
+            lse=None if lse is None else lse[rows],
+            **options,
+        )
+    if num_decodes < seq_lens.shape[0]:
+        from ..paged_prefill import paged_prefill
+
+        rows = slice(num_decodes, None)
+        paged_prefill(
+            q,
+            k_cache,
+            v_cache,
+            query_start_loc=query_start_loc[rows],
+            seq_lens=seq_lens[rows],
+            block_tables=block_tables[rows],
+            max_query_len=max_query_len,
+            causal=causal,
+            out=out,
+            lse=lse,
+            **options,
+        )
+
+
+_paged_attention = register(
+    "paged_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start_loc, Tensor seq_lens,"
+    " Tensor block_tables, SymInt max_query_len, SymInt max_seq_len, float scale, bool causal,"
+    " int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, SymInt num_decodes,"
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _triton_attention,
+    no_result,
+)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_decodes: int | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the queries of a batch over the paged keys and values of their sequences.
+
+    The queries of sequence i are rows [query_start_loc[i], query_start_loc[i + 1]) of q, and are its last tokens: their
+    keys and values have been written to the cache before the call (`reshape_and_cache`).
+
+    q                [num_tokens, num_q_heads, head_size]                fp32 | fp16 | bf16; last axis contiguous
+    k_cache          [num_blocks, block_size, num_kv_heads, head_size]   dtype of q; any strides, last axis contiguous
+    v_cache          [num_blocks, block_size, num_kv_heads, head_size_v]
+    query_start_loc  [num_seqs + 1] int32     not decreasing; query lengths may be 0
+    seq_lens         [num_seqs] int32         context length + query length, in tokens
+    block_tables     [num_seqs, width] int32  block ids; entries past ceil(seq_len / block_size) may hold anything
+    max_query_len    upper bound of the query lengths
+    max_seq_len      upper bound of seq_lens
+    scale            multiplies q.k; None: head_size ** -0.5
+    causal           a query sees keys up to its own position; False: all keys of its sequence
+    window           tokens a query may see, itself included; None: all. Without causal only the past is limited
+    softcap          c: scores become c * tanh(score / c), after scale
+    alibi_slopes     [num_q_heads] fp32: slope * (key position - query position) is added, after softcap
+    sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it
+    tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
+                     other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
+    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs: with one
+                     query each, or, if these are all sequences, up to 16. None: all if max_query_len <= 16, else none.
+                     A decode row with seq_len 0 is padding
+    out              [num_tokens, num_q_heads, head_size_v], dtype of q; None: allocated
+    plan             a `DecodePlan` (num_decodes is num_seqs) or `PrefillPlan` (num_decodes is 0) for tuners: calls the
+                     Triton wrapper directly, past torch's dispatcher; on a CPU only under the interpreter
+
+    Returns out, or (out, lse [num_tokens, num_q_heads] fp32, natural log). Rows that see no key: out 0, lse -inf. Rows
+    of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written.
+    """
+    num_tokens, num_q_heads, head_size = q.shape
+    num_seqs = seq_lens.shape[0]
+    if scale is None:
+        scale = head_size**-0.5
+    if num_decodes is None:
+        num_decodes = num_seqs if max_query_len <= MAX_QUERIES else 0
+    if tree_mask is not None and (num_decodes < num_seqs or max_query_len > MAX_QUERIES):
+        raise ValueError(
+            f"tree_mask: expected decodes of up to {MAX_QUERIES} queries only, got max_query_len {max_query_len} and "
+            f"{num_decodes} decodes of {num_seqs} sequences"
+        )
+    if num_decodes == num_seqs and max_query_len > MAX_QUERIES:
+        raise ValueError(
+            f"num_decodes: expected at most {MAX_QUERIES} queries each if all are decodes, got {max_query_len}"
+        )
+    if not 0 <= num_decodes <= min(num_seqs, num_tokens):
+        raise ValueError(
+            f"num_decodes: expected at most {min(num_seqs, num_tokens)} (sequences, tokens), got {num_decodes}"
+        )
+    if out is None:
+        out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
+    lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
+    args = (
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
+        scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse,
+    )  # fmt: skip
+    if plan is None:
+        _paged_attention(*args)
+    elif num_decodes in (0, num_seqs):
+        _triton_attention(*args, plan)
+    else:
+        raise ValueError(
+            f"plan: expected decodes or prefills only, got {num_decodes} decodes of {num_seqs}"
+        )
+    return out if lse is None else (out, lse)
+
+
+_merge_attention_states = register(
+    "merge_attention_states",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    triton_op(".merge_states", "merge_attention_states"),
+    lambda out_a, lse_a, out_b, lse_b: (empty_like(out_a), empty_like(lse_a)),
+)
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the union of two disjoint sets of keys, from the attention over each.
+
+    out_a, out_b  [num_tokens, num_heads, head_size]  fp32 | fp16 | bf16; last axis contiguous
+    lse_a, lse_b  [num_tokens, num_heads] fp32        natural log; -inf: no key was seen, and that side is not read
+    Where both are -inf: out 0, lse -inf.
+    """
+    return _merge_attention_states(out_a, lse_a, out_b, lse_b)

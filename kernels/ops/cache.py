@@ -1,0 +1,67 @@
+"""What moves keys and values: into the cache, between blocks, between pools."""
+
+from __future__ import annotations
+
+import torch
+
+from ._registry import no_result, register, triton_op
+
+Tensor = torch.Tensor
+
+_reshape_and_cache = register(
+    "reshape_and_cache",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    triton_op(".cache_write", "reshape_and_cache"),
+    no_result,
+)
+
+
+def reshape_and_cache(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write row i of `k` and `v` to slot `slot_mapping[i]` of the caches, in place.
+
+    k, v              [num_tokens, num_kv_heads, head_size or head_size_v]               last axis contiguous
+    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_size or head_size_v]   dtype of k; any strides, last
+                      axis contiguous
+    slot_mapping      [num_slots] int64   block id * block_size + offset, no slot twice; negative: skipped. num_slots <=
+                      num_tokens; rows of k and v beyond it are padding
+    """
+    _reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+
+
+_copy_blocks = register(
+    "copy_blocks",
+    "(Tensor(a!) pool, Tensor pairs) -> ()",
+    triton_op(".block_copy", "copy_blocks"),
+    no_result,
+)
+
+
+def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
+    """Copy block `pairs[i, 0]` of the pool over block `pairs[i, 1]`: all layers, K and V, in one launch.
+
+    pool   [num_blocks, ...]              any dtype; each block contiguous
+    pairs  [num_pairs, 2] int64, on CPU   ids in [0, num_blocks); each destination once, and none is also a source
+    A bad batch is refused before anything moves.
+    """
+    _copy_blocks(pool, pairs)
+
+
+_swap_blocks = register(
+    "swap_blocks",
+    "(Tensor src_pool, Tensor(a!) dst_pool, Tensor pairs) -> ()",
+    triton_op(".block_swap", "swap_blocks"),
+    no_result,
+)
+
+
+def swap_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
+    """Copy block `pairs[i, 0]` of one pool over block `pairs[i, 1]` of another, in the order of the current stream.
+
+    src_pool, dst_pool  [num_blocks, ...]             alike but for num_blocks and device; each block contiguous; on the
+                        host pinned, or the copies are not asynchronous
+    pairs               [num_pairs, 2] int64, on CPU  ids in range, each destination once
+    The host may touch either pool again only after the stream has passed this point.
+    """
+    _swap_blocks(src_pool, dst_pool, pairs)

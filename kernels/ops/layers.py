@@ -1,0 +1,82 @@
+"""What a transformer needs around attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ._registry import empty_like, no_result, register, triton_op
+
+Tensor = torch.Tensor
+
+_rms_norm = register(
+    "rms_norm",
+    "(Tensor x, Tensor weight, float eps) -> Tensor",
+    triton_op(".norm", "rms_norm"),
+    lambda x, weight, eps: empty_like(x),
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, fp32 inside; a new contiguous tensor.
+
+    x       [..., size]   fp32 | fp16 | bf16; last axis contiguous
+    weight  [size]        dtype of x
+    """
+    return _rms_norm(x, weight, eps)
+
+
+_fused_add_rms_norm = register(
+    "fused_add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    triton_op(".norm", "fused_add_rms_norm"),
+    lambda x, residual, weight, eps: (empty_like(x), empty_like(x)),
+)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), two new contiguous tensors.
+
+    x, residual  [..., size]   fp32 | fp16 | bf16; last axis contiguous. The sum is rounded to this dtype, then normed
+    weight       [size]        dtype of x
+    """
+    return _fused_add_rms_norm(x, residual, weight, eps)
+
+
+_rotary_embedding = register(
+    "rotary_embedding",
+    "(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, bool is_neox) -> ()",
+    triton_op(".rotary", "rotary_embedding"),
+    no_result,
+)
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, is_neox: bool = True
+) -> None:
+    """Rotate the heads of `q` and `k` in place, by the angles of their tokens' positions.
+
+    positions  [num_tokens] int64                      each below max_position
+    q          [num_tokens, num_q_heads, head_size]    fp32 | fp16 | bf16; any strides, last axis contiguous
+    k          [num_tokens, num_kv_heads, head_size]   dtype of q
+    cos_sin    [max_position, rotary_size] fp32        cosines, then sines; dims past rotary_size stay as they are
+    is_neox    pairs are (i, i + rotary_size / 2); False: (2i, 2i + 1)
+    """
+    _rotary_embedding(positions, q, k, cos_sin, is_neox)
+
+
+_silu_and_mul = register(
+    "silu_and_mul",
+    "(Tensor x) -> Tensor",
+    triton_op(".activation", "silu_and_mul"),
+    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up for x = (gate | up), fp32 inside; a new contiguous tensor [..., size].
+
+    x  [..., 2 * size]   fp32 | fp16 | bf16; last axis contiguous
+    """
+    return _silu_and_mul(x)
