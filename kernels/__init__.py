@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ops import (
+        cascade_attention,
         copy_blocks,
         fused_add_rms_norm,
         merge_attention_states,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "cascade_attention",
     "copy_blocks",
     "fused_add_rms_norm",
     "merge_attention_states",

@@ -11,6 +11,8 @@ import functools
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# numbers of a quantised cache; uint8 is e4m3 by its bits, as other engines store it
+QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 MAX_QUERIES = 16  # new tokens of one sequence that paged decode takes
 
 
@@ -92,25 +94,30 @@ def check_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     window: int | None,
+    attention_chunk: int | None,
     softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    prefix_lm_ranges: torch.Tensor | None,
 ) -> None:
     """Check what paged decode and paged prefill have in common; the number of sequences is that of `seq_lens`."""
     device = q.device
     check_tensor("q", q, shape=(None, None, None), dtype=FLOAT_DTYPES)
     check_last_axis_contiguous("q", q)
     num_tokens, num_q_heads, head_size = q.shape
+    dtype = k_cache.dtype if k_cache.dtype in QUANTISED_DTYPES else q.dtype
     check_caches(
         k_cache,
         v_cache,
         heads=None,
         head_size=head_size,
         head_size_v=None,
-        dtype=q.dtype,
+        dtype=dtype,
         device=device,
     )
     num_kv_heads, head_size_v = v_cache.shape[2:]
@@ -118,11 +125,22 @@ def check_attention(
         raise ValueError(
             f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} heads"
         )
+    check_scales(dtype, num_kv_heads, device, k_scale=k_scale, v_scale=v_scale)
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device)
     check_last_axis_contiguous("seq_lens", seq_lens)
-    table_shape = (seq_lens.shape[0], None)
-    check_tensor("block_tables", block_tables, shape=table_shape, dtype=torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    check_tensor(
+        "block_tables", block_tables, shape=(num_seqs, None), dtype=torch.int32, device=device
+    )
     check_last_axis_contiguous("block_tables", block_tables)
+    if prefix_lm_ranges is not None:
+        shape = (num_seqs, None, 2)
+        check_tensor(
+            "prefix_lm_ranges", prefix_lm_ranges, shape=shape, dtype=torch.int32, device=device
+        )
+        if not prefix_lm_ranges.is_contiguous():
+            strides = list(prefix_lm_ranges.stride())
+            raise ValueError(f"prefix_lm_ranges: expected contiguous, got strides {strides}")
     if alibi_slopes is not None:
         check_tensor(
             "alibi_slopes", alibi_slopes, shape=(num_q_heads,), dtype=torch.float32, device=device
@@ -132,7 +150,11 @@ def check_attention(
         check_tensor("sinks", sinks, shape=(num_q_heads,), dtype=FLOAT_DTYPES, device=device)
         check_last_axis_contiguous("sinks", sinks)
     check_tensor(
-        "out", out, shape=(num_tokens, num_q_heads, head_size_v), dtype=q.dtype, device=device
+        "out",
+        out,
+        shape=(num_tokens, num_q_heads, head_size_v),
+        dtype=(q.dtype, torch.float32),
+        device=device,
     )
     check_last_axis_contiguous("out", out)
     if lse is not None:
@@ -140,7 +162,41 @@ def check_attention(
             "lse", lse, shape=(num_tokens, num_q_heads), dtype=torch.float32, device=device
         )
     check_positive("window", window)
+    check_positive("attention_chunk", attention_chunk)
     check_positive("softcap", softcap)
+
+
+def check_scales(
+    dtype: torch.dtype, num_kv_heads: int, device: torch.device, **scales: torch.Tensor | None
+) -> None:
+    """Check the scales of a cache: only quantised ones have any, one number or one per KV head."""
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if dtype not in QUANTISED_DTYPES:
+            raise ValueError(f"{name}: expected None with a cache that is not quantised, got one")
+        shape = () if scale.dim() == 0 else (1,) if scale.shape == (1,) else (num_kv_heads,)
+        check_tensor(name, scale, shape=shape, dtype=torch.float32, device=device)
+
+
+def check_prefix(
+    k_cache: torch.Tensor, prefix_block_ids: torch.Tensor, block_tables: torch.Tensor
+) -> None:
+    """Check the blocks that all sequences of a cascade share."""
+    check_tensor(
+        "prefix_block_ids",
+        prefix_block_ids,
+        shape=(None,),
+        dtype=torch.int32,
+        device=k_cache.device,
+    )
+    check_last_axis_contiguous("prefix_block_ids", prefix_block_ids)
+    check_tensor("block_tables", block_tables, shape=(None, None), dtype=torch.int32)
+    if prefix_block_ids.shape[0] > block_tables.shape[1]:
+        raise ValueError(
+            f"prefix_block_ids: expected at most the {block_tables.shape[1]} blocks of a table, got "
+            f"{prefix_block_ids.shape[0]}"
+        )
 
 
 @functools.cache
@@ -260,6 +316,23 @@ def check_states(
 
 
 @functools.cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the hardware converts from float8_e4m3fn. NVIDIA GPUs do from sm_89 on, and Triton has no such type before.
+
+    For gfx942, whose own e4m3 has another bias, Triton emits five times the instructions that decoding the bits takes.
+    """
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def warp_size(device: torch.device) -> int:
+    """Lanes of a warp: 64 on AMD's data-centre GPUs, else 32."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+@functools.cache
 def has_warpgroup_mma(device: torch.device) -> bool:
     """Whether four warps share one matrix product, operands in shared memory (Hopper)."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -272,6 +345,7 @@ def check_queries(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None,
     max_query_len: int,
+    query_positions: torch.Tensor | None,
     tree_mask: torch.Tensor | None,
 ) -> None:
     """Check what says which new tokens of paged decode belong to which sequence; None: one each, in order."""
@@ -283,6 +357,12 @@ def check_queries(
         check_tensor("seq_lens", seq_lens, shape=(q.shape[0],))
     else:
         check_query_starts(q, seq_lens, query_start_loc)
+    if query_positions is not None:
+        shape = (q.shape[0],)
+        check_tensor(
+            "query_positions", query_positions, shape=shape, dtype=torch.int32, device=q.device
+        )
+        check_last_axis_contiguous("query_positions", query_positions)
     check_tree_mask(q, max_query_len, tree_mask)
 
 

@@ -1,7 +1,7 @@
 """The running softmax over paged KV tiles, shared by paged decode and paged prefill.
 
-A program keeps, for each of its query rows, the largest score seen `m`, the sum `l = sum(exp2(score - m))` and the
-unnormalised output `acc = sum(exp2(score - m) * v)`. All scores are in base-2 units (natural score * log2(e)), because
+A program keeps, for each of its query rows, the largest score seen `m`, the sum `l` of the weights exp2(score - m) and
+the unnormalised output `acc`, their sum over the values. All scores are in base-2 units (natural score * log2(e)), because
 `exp2` is one instruction on a GPU; `lse2 = m + log2(l)` is in the same units, and leaves the kernels as natural log.
 """
 
@@ -13,8 +13,46 @@ import torch
 import triton
 import triton.language as tl
 
+from ._checks import converts_e4m3
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Weights are kept as 2^15 times exp2(score - largest score), so that in fp16 those down to 2^-39 of the largest still
+# count: many small ones can outweigh a large one. The factor cancels in the output and is taken out of lse2.
+WEIGHT_BITS = tl.constexpr(15.0)
+WEIGHT_ONE = tl.constexpr(2.0**15)
+
+
+@triton.jit
+def visible_interval(
+    position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Keys [first, stop) that a query at `position` (a scalar or a tensor) sees; empty where stop <= first.
+
+    Every rule but the tree mask leaves one interval, and both its ends rise with the position: so the first and the
+    last query of a program tell which tiles are seen by some row, and which by all.
+
+        ranges  [low, high) around the position:            first <= low, stop >= high
+        window, attention_chunk        |---- p              later of the two starts
+    """
+    first = position * 0
+    stop = seq_len + first
+    if window is not None:
+        first = tl.maximum(first, position - window + 1)
+    if attention_chunk is not None:
+        first = tl.maximum(first, position // attention_chunk * attention_chunk)
+    if CAUSAL:
+        stop = tl.minimum(stop, position + 1)
+    if ranges_ptr is not None:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            inside = (position >= low) & (position < high)
+            first = tl.where(inside, tl.minimum(first, tl.maximum(low, 0)), first)
+            stop = tl.where(inside, tl.maximum(stop, tl.minimum(high, seq_len)), stop)
+    if kv_start is not None:
+        first = tl.maximum(first, kv_start)
+    return first, stop
 
 
 @triton.jit
@@ -29,15 +67,59 @@ def gather_slots(table_ptr, positions, in_range, BLOCK_SIZE: tl.constexpr, MASKE
 
 
 @triton.jit
+def load_scale(scale_ptr, kv_head, scale_stride, cache_ptr):
+    """What a stored number of the cache is to be multiplied by, and a constant of the decoding with it."""
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + kv_head * scale_stride)
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        scale *= 256.0  # see `dequantised`
+    return scale
+
+
+@triton.jit
+def scaled_queries(q, cache_ptr):
+    """Queries as the operand of a product with the cache, and the factor taken out of each row, [ROWS, 1].
+
+    Against a quantised cache the product is in fp16, which holds every fp8 and int8 number exactly and into which the
+    hardware converts two of them in one instruction. bf16 queries outrange fp16: each row is divided by a power of two
+    that brings its largest element to [2^14, 2^15), which loses nothing within 2^-28 of it.
+    """
+    factor = 1.0
+    if (q.dtype == tl.bfloat16) & (cache_ptr.dtype.element_ty != tl.bfloat16):
+        wide = q.to(tl.float32)
+        largest = tl.max(tl.abs(wide), axis=1)
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        factor = tl.maximum(exponent.to(tl.float32, bitcast=True), 2.0**-100)[:, None] * 2.0**-14
+        q = (wide / factor).to(tl.float16)
+    return q, factor
+
+
+@triton.jit
+def dequantised(x, dtype: tl.constexpr):
+    """Stored numbers as `dtype`, without their scale. uint8 is e4m3 by its bits, for GPUs that lack the type.
+
+    The bits seeeemmm, moved to s0eeeemmm0000000, are an fp16 number 2^-8 times as large (the exponent's bias is 15
+    instead of 7), subnormals included; `load_scale` takes the 2^8 back. The NaN code reads as 480. Extending the sign
+    to 16 bits puts it at both of the upper two bits after the shift, so that one mask does the rest.
+    """
+    if x.dtype == tl.uint8:
+        bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+        return bits.to(tl.float16, bitcast=True).to(dtype)
+    return x.to(dtype)
+
+
+@triton.jit
 def base2_scores(q, k, scale, softcap, slopes, distance):
     """Scores of one tile, [ROWS, TILE_KV], in base-2 units: scale, then soft cap, then ALiBi.
 
-    `slopes` [ROWS, 1] and `softcap` may be None; `distance` is key position minus query position.
+    `scale` is a scalar or [ROWS, 1]; `slopes` [ROWS, 1] and `softcap` may be None; `distance` is key position minus
+    query position.
     """
     dots = tl.dot(q, k, input_precision="ieee")
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp overflows to inf or underflows to 0
-        doubled = dots * (scale / softcap) * (2.0 * LOG2_E)
+        doubled = dots * (scale * (2.0 * LOG2_E) / softcap)
         scores = (1.0 - 2.0 / (tl.exp2(doubled) + 1.0)) * (softcap * LOG2_E)
     else:
         scores = dots * (scale * LOG2_E)
@@ -54,7 +136,7 @@ def accumulate(acc, m, l, scores, v, MASKED: tl.constexpr):  # noqa: E741 (l is 
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
     else:
         pivot = m_new
-    p = tl.exp2(scores - pivot[:, None])
+    p = tl.exp2(scores - (pivot - WEIGHT_BITS)[:, None])
     decay = tl.exp2(m - pivot)
     l = l * decay + tl.sum(p, axis=1)  # noqa: E741
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -62,33 +144,46 @@ def accumulate(acc, m, l, scores, v, MASKED: tl.constexpr):  # noqa: E741 (l is 
 
 
 @triton.jit
-def finish(acc, m, l):  # noqa: E741
+def start_rows(sinks_ptr, heads, row_mask, counts_sink, ROWS: tl.constexpr, DIM_V: tl.constexpr):
+    """(acc, m, l) before any key. A sink is one more key with no value, for rows where `counts_sink`."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        m = tl.where(counts_sink, sink, m)
+        l = tl.where(counts_sink, WEIGHT_ONE, l)  # noqa: E741
+    return tl.zeros([ROWS, DIM_V], tl.float32), m, l
+
+
+@triton.jit
+def finish(acc, m, l, v_scale):  # noqa: E741
     """Normalised output (0 for rows that saw nothing) and lse2 (-inf for them)."""
     empty = l == 0.0  # not `l > 0`: a NaN in K must stay visible in the output
     divisor = tl.where(empty, 1.0, l)
-    out = acc / divisor[:, None]
-    lse2 = tl.where(empty, float("-inf"), m + tl.log2(divisor))
+    out = acc * (v_scale / divisor)[:, None]
+    lse2 = tl.where(empty, float("-inf"), m + (tl.log2(divisor) - WEIGHT_BITS))
     return out, lse2
 
 
 @triton.jit
 def attend_tiles(
-    acc, m, l, q, row_positions, start, stop, seq_len, context_len,  # noqa: E741
+    acc, m, l, q, row_first, row_stop, row_positions, start, stop, seen_from, seen_to, context_len,  # noqa: E741
     k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-    scale, softcap, slopes, window, tree_rows,
+    scale, softcap, slopes, tree_rows,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_KV: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Rows of one sequence over KV tiles [start, stop). Unmasked tiles are whole and visible to every row.
 
-    `row_positions` [ROWS] is each row's place in the sequence, `context_len` that of the first new token. `tree_rows`
-    [ROWS] points at each row's line of the tree mask, or is None.
+    A row sees keys [row_first, row_stop), [ROWS, 1] each, None where that end is `seen_from` or `seen_to`, between
+    which all rows see and out of which nothing is read. `row_positions` [ROWS, 1] is each row's place in the sequence,
+    for ALiBi. `tree_rows` [ROWS] points at each row's line of the tree mask, whose column 0 is key `context_len`.
     """
     dims = tl.arange(0, DIM)
     dims_v = tl.arange(0, DIM_V)
     for tile_start in range(start, stop, TILE_KV):
         positions = tile_start + tl.arange(0, TILE_KV)
-        in_range = positions < seq_len
+        in_range = (positions >= seen_from) & (positions < seen_to)
         block_ids, offsets = gather_slots(table_ptr, positions, in_range, BLOCK_SIZE, MASKED)
         k_slots = block_ids * k_stride_block + offsets * k_stride_slot  # [TILE_KV]
         v_slots = block_ids * v_stride_block + offsets * v_stride_slot
@@ -103,21 +198,23 @@ def attend_tiles(
         v = tl.load(
             v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
         )  # [TILE_KV, DIM_V]
-        distance = positions[None, :] - row_positions[:, None]  # [ROWS, TILE_KV]
-        scores = base2_scores(q, k, scale, softcap, slopes, distance)
+        distance = None
+        if slopes is not None:
+            distance = positions[None, :] - row_positions  # [ROWS, TILE_KV]
+        scores = base2_scores(q, dequantised(k, q.dtype), scale, softcap, slopes, distance)
         if MASKED:
             visible = in_range[None, :]
-            if CAUSAL:
-                visible = visible & (distance <= 0)
-            if window is not None:
-                visible = visible & (distance > -window)
+            if row_first is not None:
+                visible = visible & (positions[None, :] >= row_first)
+            if row_stop is not None:
+                visible = visible & (positions[None, :] < row_stop)
             if tree_rows is not None:
                 column = positions - context_len
                 is_new = (column >= 0) & in_range
                 tree = tl.load(tree_rows[:, None] + column[None, :], mask=is_new[None, :], other=1)
                 visible = visible & (tree != 0)
             scores = tl.where(visible, scores, float("-inf"))
-        acc, m, l = accumulate(acc, m, l, scores, v, MASKED)  # noqa: E741
+        acc, m, l = accumulate(acc, m, l, scores, dequantised(v, q.dtype), MASKED)  # noqa: E741
     return acc, m, l
 
 
@@ -127,14 +224,26 @@ def padded(size: int) -> int:
 
 
 def paged_operands(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    prefix_lm_ranges: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The launch arguments that both kernels take of their checked operands."""
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
+    if k_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(q.device):
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     return {
         "q_ptr": q,
         "k_ptr": k_cache,
         "v_ptr": v_cache,
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "ranges_ptr": prefix_lm_ranges,
+        "num_ranges": 0 if prefix_lm_ranges is None else prefix_lm_ranges.shape[1],
         "block_tables_ptr": block_tables,
         "q_stride_token": q.stride(0),
         "q_stride_head": q.stride(1),
@@ -144,6 +253,8 @@ def paged_operands(
         "v_stride_block": v_cache.stride(0),
         "v_stride_slot": v_cache.stride(1),
         "v_stride_head": v_cache.stride(2),
+        "k_scale_stride": 0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
+        "v_scale_stride": 0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(0),
         "table_stride_seq": block_tables.stride(0),
         "HEAD_SIZE": q.shape[2],
         "HEAD_SIZE_V": head_size_v,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_last_axis_contiguous, check_states, check_tensor
+from ._checks import FLOAT_DTYPES, check_last_axis_contiguous, check_states, check_tensor
 
 
 @triton.jit
@@ -91,6 +91,7 @@ def merge_attention_states(
 
     out_a, out_b  [num_tokens, num_heads, head_size]  fp32 | fp16 | bf16, last axis contiguous
     lse_a, lse_b  [num_tokens, num_heads] fp32        natural log; -inf: no key was seen
+    out           of any of these dtypes; that of out_a when allocated
     Where both are -inf: out 0, lse -inf. Raises ValueError naming the argument, what was expected and what came.
     """
     check_states(out_a, lse_a, out_b, lse_b)
@@ -99,7 +100,7 @@ def merge_attention_states(
         out = out_a.new_empty(out_a.shape)
     if lse is None:
         lse = lse_a.new_empty(lse_a.shape)
-    check_tensor("out", out, shape=tuple(out_a.shape), dtype=out_a.dtype, device=out_a.device)
+    check_tensor("out", out, shape=tuple(out_a.shape), dtype=FLOAT_DTYPES, device=out_a.device)
     check_last_axis_contiguous("out", out)
     check_tensor("lse", lse, shape=tuple(lse_a.shape), dtype=torch.float32, device=out_a.device)
     num_rows = num_tokens * num_heads

@@ -1,7 +1,7 @@
 """Attention of a few new tokens per sequence over its paged K and V, with the KV split over programs.
 
     out[t, h] = sum_j softmax_j(score(q[t, h], k[j])) * v[j],   j over the tokens visible to t
-    score     = softcap(scale * q.k) + slope_h * (j - position of t)
+    score     = softcap(scale * k_scale_g * q.k) + slope_h * (j - position of t),   v[j] = v_scale_g * stored number
 
 Program (s, g, p) owns split p of sequence s for KV head g, all its new tokens (one in plain decoding, up to 16 when
 drafts are verified) and all query heads that share the KV head: they are the rows of one matrix product, so K and V are
@@ -9,7 +9,7 @@ read once per KV head. A tile holds TILE_KV tokens gathered from as many blocks 
 start and among the new tokens at the sequence's end are masked. With one split the program writes the result itself,
 else it writes a normalised partial result and its lse, and `_merge_splits_kernel` joins them.
 
-Bytes read:  sum_s min(seq_len_s, window) * num_kv_heads * (head_size + head_size_v) * element_size   (K and V, once)
+Bytes read:  sum_s min(seq_len_s, window) * num_kv_heads * (head_size + head_size_v) * cache_element_size   (K, V, once)
 Bytes moved by the merge: 2 * num_tokens * num_q_heads * num_splits * (head_size_v + 1) * 4
 FLOPs:       2 * sum_s query_len_s * min(seq_len_s, window) * num_q_heads * (head_size + head_size_v)
 Reference:   `reference.paged_attention`
@@ -23,27 +23,50 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_attention, check_queries, multiprocessors
-from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish, padded, paged_operands
+from ._checks import MAX_QUERIES, check_attention, check_queries, multiprocessors
+from ._online_softmax import (
+    LN_2,
+    attend_tiles,
+    finish,
+    load_scale,
+    padded,
+    paged_operands,
+    scaled_queries,
+    start_rows,
+    visible_interval,
+)
+
+MAX_TREE = tl.constexpr(MAX_QUERIES)  # columns of a tree mask
+INVARIANT_SPLIT = 1024  # tokens of a split in batch-invariant mode
+
+
+@triton.jit
+def _sees_any(tree_rows, firsts, stops, context_len):
+    """Which rows of a tree see a key: one of the context, or a new token of their line."""
+    keys = context_len + tl.arange(0, MAX_TREE)[None, :]
+    in_sight = (keys >= firsts[:, None]) & (keys < stops[:, None])
+    line = tl.load(tree_rows[:, None] + (keys - context_len), mask=in_sight, other=0)
+    return (firsts < context_len) | (tl.max(line.to(tl.int32), axis=1) > 0)
 
 
 @triton.jit
 def _paged_decode_kernel(
     out_ptr, lse_ptr,
-    q_ptr, k_ptr, v_ptr, alibi_slopes_ptr, sinks_ptr, tree_mask_ptr,
-    block_tables_ptr, seq_lens_ptr, query_start_loc_ptr,
-    scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_slopes_ptr, sinks_ptr, tree_mask_ptr, ranges_ptr,
+    block_tables_ptr, seq_lens_ptr, query_start_loc_ptr, query_positions_ptr,
+    scale, softcap, window, attention_chunk, kv_start, num_ranges, split_len,
     out_stride_token, out_stride_head, out_stride_split, lse_stride_token, lse_stride_head,
     q_stride_token, q_stride_head,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
-    table_stride_seq, tree_stride_token,
+    k_scale_stride, v_scale_stride, table_stride_seq, tree_stride_token,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs, num_kv_heads, num_splits). PARTIAL: write lse2 per split instead of the final lse.
 
-    Without `query_start_loc_ptr` each sequence has one new token.
+    Without `query_start_loc_ptr` each sequence has one new token. `query_positions_ptr` says where the new tokens are
+    in their sequences when that is not the end.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -65,22 +88,55 @@ def _paged_decode_kernel(
         row_mask = rows < GROUP
         row_positions = seq_len - 1 + tl.zeros([ROWS], tl.int32)
     context_len = seq_len - query_len
+    first_position = context_len
+    last_position = seq_len - 1
+    if query_positions_ptr is not None:
+        row_positions = tl.load(query_positions_ptr + tokens, mask=row_mask, other=0)
+        first_position = tl.min(tl.where(row_mask, row_positions, 0x7FFFFFFF), axis=0)
+        last_position = tl.max(tl.where(row_mask, row_positions, -1), axis=0)
 
-    # KV range of this split: [start, stop), whole tiles counted from the tile of the first token that any row sees
-    if window is not None:
-        origin = tl.maximum(context_len - window + 1, 0) // TILE_KV * TILE_KV
-    else:
-        origin = 0
-    tiles = tl.cdiv(seq_len - origin, TILE_KV)
-    split_len = tl.cdiv(tiles, tl.num_programs(2)) * TILE_KV
+    # tiles from `seen_from` to `seen_to` are seen by some row, those of the bulk by every row
+    if ranges_ptr is not None:
+        ranges_ptr += seq * num_ranges * 2
+    seen_from, seen_by_all = visible_interval(
+        first_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+    )
+    all_from, seen_to = visible_interval(
+        last_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+    )
+    if tree_mask_ptr is not None:
+        seen_by_all = tl.minimum(seen_by_all, tl.maximum(context_len, 0))
+    row_first = None
+    row_stop = None
+    if query_start_loc_ptr is not None:
+        firsts, stops = visible_interval(
+            row_positions, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+        )  # fmt: skip
+        if (window is not None) | (attention_chunk is not None):
+            row_first = firsts[:, None]
+        if CAUSAL:
+            row_stop = stops[:, None]
+
+    # KV of this split: [start, stop), whole tiles counted from the tile of the first token that any row sees
+    origin = seen_from // TILE_KV * TILE_KV
+    if split_len is None:
+        tiles = tl.cdiv(tl.maximum(seen_to - origin, 0), TILE_KV)
+        split_len = tl.cdiv(tiles, tl.num_programs(2)) * TILE_KV
     start = origin + split * split_len
-    stop = tl.minimum(start + split_len, seq_len)
+    stop = tl.minimum(start + split_len, seen_to)
+    bulk_start = start
+    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
+        bulk_start = tl.maximum(start, tl.cdiv(all_from, TILE_KV) * TILE_KV)
+    bulk_stop = tl.maximum(bulk_start, tl.minimum(stop, seen_by_all) // TILE_KV * TILE_KV)
 
     dims = tl.arange(0, DIM)
     dims_v = tl.arange(0, DIM_V)
     q_offsets = tokens[:, None] * q_stride_token + heads[:, None] * q_stride_head + dims[None, :]
     q_mask = row_mask[:, None] & (dims[None, :] < HEAD_SIZE)
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)  # [ROWS, DIM]
+    q, factor = scaled_queries(q, k_ptr)
+    scale *= load_scale(k_scale_ptr, kv_head, k_scale_stride, k_ptr) * factor
+    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride, v_ptr)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
@@ -91,50 +147,38 @@ def _paged_decode_kernel(
             tree_mask_ptr + tl.where(row_mask, tokens, query_start.to(tl.int64)) * tree_stride_token
         )
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    acc = tl.zeros([ROWS, DIM_V], tl.float32)
-    if sinks_ptr is not None:
-        # the sink is one more key with no value; it enters once, in the first split, for rows that have keys
-        has_keys = (split == 0) & (seq_len > 0) & (row_positions >= 0)
-        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
-        m = tl.where(has_keys, sink, float("-inf"))
-        l = tl.where(has_keys, 1.0, 0.0)  # noqa: E741
-
-    # tiles [bulk_start, bulk_stop) are whole and seen by every row
+    # the sink enters once, in the first split, for rows that have keys (be they those before kv_start)
+    has_keys = (split == 0) & (seq_len > 0) & (row_positions >= (0 if CAUSAL else row_positions))
+    if (tree_mask_ptr is not None) & (sinks_ptr is not None):
+        has_keys = has_keys & _sees_any(tree_rows, firsts, stops, context_len)
+    acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + seq * table_stride_seq
-    bulk_start = start
-    if window is not None:
-        seen_from = tl.maximum(seq_len - window, 0)  # by the last row
-        bulk_start = tl.maximum(start, tl.cdiv(seen_from, TILE_KV) * TILE_KV)
+    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
         acc, m, l = attend_tiles(  # noqa: E741
-            acc, m, l, q, row_positions, start, tl.minimum(bulk_start, stop), seq_len, context_len,
+            acc, m, l, q, row_first, row_stop, row_positions[:, None],
+            start, tl.minimum(bulk_start, stop), seen_from, seen_to, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-            scale, softcap, slopes, window, tree_rows,
-            HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+            scale, softcap, slopes, tree_rows,
+            HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
         )  # fmt: skip
-    seen_by_all = stop
-    if tree_mask_ptr is not None:
-        seen_by_all = tl.minimum(stop, tl.maximum(context_len, 0))
-    elif CAUSAL:
-        seen_by_all = tl.minimum(stop, tl.maximum(context_len + 1, 0))  # by the first row
-    bulk_stop = tl.maximum(bulk_start, seen_by_all // TILE_KV * TILE_KV)
     acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_start, bulk_stop, seq_len, context_len,
+        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        bulk_start, bulk_stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, tree_rows,
-        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=False,
+        scale, softcap, slopes, tree_rows,
+        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=False,
     )  # fmt: skip
     acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_stop, stop, seq_len, context_len,
+        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        bulk_stop, stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, tree_rows,
-        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+        scale, softcap, slopes, tree_rows,
+        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
     )  # fmt: skip
 
-    out, lse2 = finish(acc, m, l)
+    out, lse2 = finish(acc, m, l, v_scale)
     out_offsets = tokens * out_stride_token + heads * out_stride_head + split * out_stride_split
     out_mask = row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
     out_rows = out_ptr + out_offsets[:, None] + dims_v[None, :]
@@ -152,34 +196,47 @@ def _merge_splits_kernel(
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
     HEAD_SIZE_V: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out = sum_p w_p out_p, w_p = exp2(lse2_p - lse2), lse2 = log2 sum_p exp2(lse2_p). Grid (num_tokens, num_q_heads)."""
+    """out = sum_p w_p out_p, w_p = exp2(lse2_p - lse2), lse2 = log2 sum_p exp2(lse2_p). Grid (num_tokens, num_q_heads).
+
+    SPLITS at a time, so that the order of the sums depends on no other sequence: more splits that saw no token, as a
+    longer sequence in the batch brings, add nothing.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if query_start_loc_ptr is not None:
         first_token = tl.load(query_start_loc_ptr)
         if (token < first_token) | (token >= tl.load(query_start_loc_ptr + num_seqs)):
             return  # nobody's token: no split wrote it
-    first_split = (token * tl.num_programs(1) + head) * num_splits
-    splits = tl.arange(0, SPLITS)
     dims_v = tl.arange(0, DIM_V)
-    lse2_ptr = partial_lse2_ptr + first_split
-    lse2 = tl.load(lse2_ptr + splits, mask=splits < num_splits, other=float("-inf"))
-    largest = tl.max(lse2, axis=0)
-    pivot = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(lse2 - pivot)
-    total = tl.sum(weights, axis=0)
-    # a split that saw no token has weight 0 and is not read
-    mask = (lse2 != float("-inf"))[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
-    partial_offsets = (first_split + splits)[:, None] * HEAD_SIZE_V + dims_v[None, :]
-    partial = tl.load(partial_ptr + partial_offsets, mask=mask, other=0.0)
+    first_split = (token * tl.num_programs(1) + head) * num_splits
+    partial_ptr += first_split * HEAD_SIZE_V
+    partial_lse2_ptr += first_split
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([DIM_V], tl.float32)
+    for group in range(0, num_splits, SPLITS):
+        splits = group + tl.arange(0, SPLITS)
+        lse2 = tl.load(partial_lse2_ptr + splits, mask=splits < num_splits, other=float("-inf"))
+        # a split that saw no token is not read: its memory may be unset
+        mask = (lse2 != float("-inf"))[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
+        offsets = splits[:, None] * HEAD_SIZE_V + dims_v[None, :]
+        partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse2, axis=0))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        decay = tl.exp2(m - pivot)
+        weights = tl.exp2(lse2 - pivot)
+        total = total * decay + tl.sum(weights, axis=0)
+        out = out * decay + tl.sum(partial * weights[:, None], axis=0)
+        m = m_new
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
-    out = tl.sum(partial * weights[:, None], axis=0) / divisor
     out_offsets = token * out_stride_token + head * out_stride_head + dims_v
-    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=dims_v < HEAD_SIZE_V)
+    result = (out / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offsets, result, mask=dims_v < HEAD_SIZE_V)
     if lse_ptr is not None:
-        lse = tl.where(empty, float("-inf"), (pivot + tl.log2(divisor)) * LN_2)
-        tl.store(lse_ptr + token * lse_stride_token + head * lse_stride_head, lse)
+        lse = tl.where(empty, float("-inf"), (m + tl.log2(divisor)) * LN_2)
+        lse_offsets = token * lse_stride_token + head * lse_stride_head + tl.arange(0, 1)
+        tl.store(lse_ptr + lse_offsets, lse)
 
 
 @dataclass(frozen=True)
@@ -190,6 +247,9 @@ class DecodePlan:
     num_splits: int  # programs that share one sequence's KV
     num_warps: int
     num_stages: int  # depth of the load pipeline
+    split_len: int | None = (
+        None  # tokens of one split, whole tiles; None: each sequence's KV divided evenly
+    )
 
 
 def plan_paged_decode(
@@ -201,21 +261,32 @@ def plan_paged_decode(
     max_seq_len: int,
     num_sms: int,
     num_queries: int = 1,
+    quantised: bool = False,
+    batch_invariant: bool = False,
 ) -> DecodePlan:
     """Launch choices from shapes and the longest possible sequence, never from actual lengths.
 
     One warp per program keeps a whole row of scores in one warp: compiled for sm_90 it needs 2 barriers per tile
     against 6 to 9 with four warps, where the row's maximum and sum cross warps. Rows above 16 or heads above 128
     would spill a single warp's registers, so they take four.
+
+    Splits: as many as fill the GPU (8 small programs fit on a multiprocessor, and cover its memory latency), but at
+    least 4 tiles each, below which the merge costs more than the parallelism brings. One split writes the result
+    itself. With `batch_invariant` the length of a split is fixed instead of their number, so that where a sequence is
+    cut, and with it the order of its sums, depends on nothing else in the batch.
     """
     one_warp = num_queries * group <= 16 and head_size <= 128
     tile_kv = 64 if head_size <= 64 and one_warp else 32
-    # enough programs to cover the memory latency (8 small programs fit on an SM), but at least 4 tiles a split,
-    # below which the merge costs more than the parallelism brings
+    if quantised:  # the converted numbers take registers of their own
+        tile_kv = 32 if head_size <= 128 else 16
+    num_stages = 3 if head_size <= 64 else 2
+    num_warps = 1 if one_warp else 4
+    if batch_invariant:
+        num_splits = max(1, -(-max_seq_len // INVARIANT_SPLIT))
+        return DecodePlan(tile_kv, num_splits, num_warps, num_stages, INVARIANT_SPLIT)
     wanted = -(-8 * num_sms // max(1, num_seqs * num_kv_heads))
     num_splits = max(1, min(wanted, max_seq_len // (4 * tile_kv), 128))
-    num_stages = 3 if head_size <= 64 else 2
-    return DecodePlan(tile_kv, num_splits, num_warps=1 if one_warp else 4, num_stages=num_stages)
+    return DecodePlan(tile_kv, num_splits, num_warps, num_stages)
 
 
 def paged_decode(
@@ -229,33 +300,37 @@ def paged_decode(
     scale: float,
     query_start_loc: torch.Tensor | None = None,
     max_query_len: int = 1,
+    query_positions: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    prefix_lm_ranges: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    kv_start: int | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attend a few new tokens per sequence over its paged K and V (whose slots include the new tokens').
 
-    q                [num_tokens, num_q_heads, head_size]              fp32 | fp16 | bf16, last axis contiguous
-    k_cache          [num_blocks, block_size, num_kv_heads, head_size]    dtype of q, any strides, last axis contiguous
-    v_cache          [num_blocks, block_size, num_kv_heads, head_size_v]
-    seq_lens         [num_seqs] int32         tokens, the new ones included; 0 gives out 0 and lse -inf
-    block_tables     [num_seqs, width] int32  entries past ceil(seq_len / block_size) are never read
-    max_seq_len      upper bound of seq_lens; only the plan depends on it
-    query_start_loc  [num_seqs + 1] int32     first new token of each sequence in q; None: one each, in order
+    query_start_loc  [num_seqs + 1] int32  first new token of each sequence in q; None: one each, in order
     max_query_len    upper bound of the query lengths, at most 16
-    causal           a new token sees those up to itself; False: all of its sequence
-    scale            multiplies q.k; window counts visible tokens including the query itself; softcap in units of scores
-    alibi_slopes     [num_q_heads] fp32; sinks [num_q_heads]: one more logit per head in the denominator
+    query_positions  [num_tokens] int32    where each new token is in its sequence; None: they are its last tokens
     tree_mask        [num_tokens, max_query_len] bool  whether a new token sees the j-th new token of its sequence, on top
                      of the other rules; all see the context
-    out              [num_tokens, num_q_heads, head_size_v], allocated when None; lse [num_tokens, num_q_heads] fp32,
-                     natural log. Tokens of no sequence are not written
+    max_seq_len      upper bound of seq_lens; only the plan depends on it
+    kv_start         keys before this position are left out, by all sequences
+    out              [num_tokens, num_q_heads, head_size_v], dtype of q or fp32, allocated when None
+    lse              [num_tokens, num_q_heads] fp32, natural log, written when given
+    batch_invariant  see `plan_paged_decode`
+
+    The other arguments are those of `octavo.kernels.paged_attention`. Tokens of no sequence are not written.
     Raises ValueError naming the argument, what was expected and what came.
     """
     num_tokens, num_q_heads, head_size = q.shape
@@ -264,9 +339,10 @@ def paged_decode(
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_size_v)
     check_attention(
-        q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
-    )
-    check_queries(q, seq_lens, query_start_loc, max_query_len, tree_mask)
+        q, k_cache, v_cache, seq_lens, block_tables, out, lse, window, attention_chunk, softcap,
+        alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+    )  # fmt: skip
+    check_queries(q, seq_lens, query_start_loc, max_query_len, query_positions, tree_mask)
     if num_seqs == 0 or num_tokens == 0:
         return out
     group = num_q_heads // num_kv_heads
@@ -279,6 +355,8 @@ def paged_decode(
             max_seq_len=max_seq_len,
             num_sms=multiprocessors(q.device),
             num_queries=max_query_len,
+            quantised=k_cache.dtype != q.dtype,
+            batch_invariant=batch_invariant,
         )
     splits = plan.num_splits
     if splits > 1:
@@ -290,15 +368,19 @@ def paged_decode(
     _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
         out_ptr=partial,
         lse_ptr=partial_lse2,
-        **paged_operands(q, k_cache, v_cache, block_tables),
+        **paged_operands(q, k_cache, v_cache, block_tables, k_scale, v_scale, prefix_lm_ranges),
         alibi_slopes_ptr=alibi_slopes,
         sinks_ptr=sinks,
         tree_mask_ptr=None if tree_mask is None else tree_mask.view(torch.uint8),
         seq_lens_ptr=seq_lens,
         query_start_loc_ptr=query_start_loc,
+        query_positions_ptr=query_positions,
         scale=scale,
         softcap=softcap,
         window=window,
+        attention_chunk=attention_chunk,
+        kv_start=kv_start,
+        split_len=plan.split_len,
         out_stride_token=partial.stride(0),
         out_stride_head=partial.stride(1),
         out_stride_split=partial.stride(2),
@@ -328,7 +410,7 @@ def paged_decode(
             lse_stride_head=0 if lse is None else lse.stride(1),
             HEAD_SIZE_V=head_size_v,
             DIM_V=padded(head_size_v),
-            SPLITS=triton.next_power_of_2(splits),
+            SPLITS=16,
             num_warps=4,
             enable_fp_fusion=True,
         )

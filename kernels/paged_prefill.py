@@ -11,7 +11,7 @@ num_tokens // TILE_Q + num_seqs, so that no length has to be known on the host. 
 sees whole run unmasked; only those on the diagonal, the window's edge or the sequence's end are masked, and tiles out
 of every row's sight are not visited.
 
-Bytes read:  per program 2 * visible tokens * head_size * element_size; all programs of a chunk re-read its context
+Bytes read:  per program visible tokens * (head_size + head_size_v) * cache_element_size; all programs of a chunk re-read its context
 FLOPs:       2 * (visible query-key pairs) * num_q_heads * (head_size + head_size_v)
 Reference:   `reference.paged_attention`
 """
@@ -24,8 +24,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_attention, check_query_starts, has_warpgroup_mma
-from ._online_softmax import LN_2, LOG2_E, attend_tiles, finish, paged_operands
+from ._checks import check_attention, check_query_starts, has_warpgroup_mma, warp_size
+from ._online_softmax import (
+    LN_2,
+    attend_tiles,
+    finish,
+    load_scale,
+    paged_operands,
+    scaled_queries,
+    start_rows,
+    visible_interval,
+)
 
 
 @triton.jit
@@ -45,11 +54,12 @@ def _find_sequence(query_start_loc_ptr, num_seqs, tile, TILE_Q: tl.constexpr):
 @triton.jit
 def _paged_prefill_kernel(
     out_ptr, lse_ptr,
-    q_ptr, k_ptr, v_ptr, alibi_slopes_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_slopes_ptr, sinks_ptr, ranges_ptr,
     block_tables_ptr, seq_lens_ptr, query_start_loc_ptr, num_seqs,
-    scale, softcap, window,
+    scale, softcap, window, attention_chunk, kv_start, num_ranges,
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head, q_stride_token, q_stride_head,
-    k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head, table_stride_seq,
+    k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
+    k_scale_stride, v_scale_stride, table_stride_seq,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -79,56 +89,67 @@ def _paged_prefill_kernel(
     q = tl.load(
         q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0
     )  # [ROWS, DIM]
+    q, factor = scaled_queries(q, k_ptr)
+    scale *= load_scale(k_scale_ptr, kv_head, k_scale_stride, k_ptr) * factor
+    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride, v_ptr)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    acc = tl.zeros([ROWS, DIM_V], tl.float32)
-    if sinks_ptr is not None:
-        # one more key with no value, for rows that see at least one key
-        has_keys = row_positions >= 0 if CAUSAL else tl.zeros_like(row_positions) < seq_len
-        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
-        m = tl.where(has_keys, sink, float("-inf"))
-        l = tl.where(has_keys, 1.0, 0.0)  # noqa: E741
-
-    # KV tiles [start, stop) are seen by some row, [bulk_start, bulk_stop) by every row and whole
+    # tiles from `seen_from` to `seen_to` are seen by some row, those of the bulk by every row
+    if ranges_ptr is not None:
+        ranges_ptr += tl.cast(seq, tl.int64) * num_ranges * 2
     first_position = context_len + first_query
     last_position = tl.minimum(first_position + TILE_Q, seq_len) - 1
+    seen_from, seen_by_all = visible_interval(
+        first_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+    )
+    all_from, seen_to = visible_interval(
+        last_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+    )
+    firsts, stops = visible_interval(
+        row_positions, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
+    )
+    row_first = None
+    if (window is not None) | (attention_chunk is not None):
+        row_first = firsts[:, None]
+    row_stop = None
+    if CAUSAL:
+        row_stop = stops[:, None]
     start = 0
     bulk_start = 0
-    stop = seq_len
-    seen_by_all = seq_len
-    if CAUSAL:
-        stop = last_position + 1
-        seen_by_all = tl.maximum(first_position + 1, 0)
-    if window is not None:
-        start = tl.maximum(first_position - window + 1, 0) // TILE_KV * TILE_KV
-        bulk_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_KV) * TILE_KV
+    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
+        start = seen_from // TILE_KV * TILE_KV
+        bulk_start = tl.cdiv(all_from, TILE_KV) * TILE_KV
     bulk_stop = tl.maximum(bulk_start, seen_by_all // TILE_KV * TILE_KV)
 
+    # a sink counts for rows that have keys (be they those before kv_start)
+    has_keys = (seq_len > 0) & (row_positions >= (0 if CAUSAL else row_positions))
+    acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride_seq
-    if window is not None:
+    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
         acc, m, l = attend_tiles(  # noqa: E741
-            acc, m, l, q, row_positions, start, tl.minimum(bulk_start, stop), seq_len, context_len,
+            acc, m, l, q, row_first, row_stop, row_positions[:, None],
+            start, tl.minimum(bulk_start, seen_to), seen_from, seen_to, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-            scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+            scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
         )  # fmt: skip
     acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_start, bulk_stop, seq_len, context_len,
+        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        bulk_start, bulk_stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=False,
+        scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=False,
     )  # fmt: skip
     acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_positions, bulk_stop, stop, seq_len, context_len,
+        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        bulk_stop, seen_to, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        scale, softcap, slopes, window, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, CAUSAL, MASKED=True,
+        scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
     )  # fmt: skip
 
-    out, lse2 = finish(acc, m, l)
+    out, lse2 = finish(acc, m, l, v_scale)
     out_offsets = (
         tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head + dims_v[None, :]
     )
@@ -153,17 +174,31 @@ class PrefillPlan:
 
 
 def plan_paged_prefill(
-    *, group: int, head_size: int, element_size: int, warpgroup_mma: bool
+    *,
+    group: int,
+    head_size: int,
+    element_size: int,
+    warpgroup_mma: bool,
+    quantised: bool = False,
+    warp_size: int = 32,
 ) -> PrefillPlan:
-    """Launch choices from shapes and the kind of matrix product alone: the largest tiles that spill nothing.
+    """Launch choices from shapes and the GPU alone: the largest tiles that spill nothing, all options on or off.
 
-    Warpgroup products (sm_90) read K and V from shared memory and need 64 rows a warpgroup; others hold them in
-    registers, which 64 tokens at a time overflow. Compiled for sm_80, sm_90 and gfx942 with all options on or off, head
-    sizes 64, 128 and 256: zero spills (64 tokens spilled 48 bytes on sm_80 at 128, 6 registers on gfx942 at 64).
+        GPU                                 rows of head size <= 128, > 128     tile_kv
+        warpgroup products (sm_90)          128, 128 (64 quantised)             64, 32
+        other 32-lane warps (sm_80)         128, 64                             32, 32
+        64-lane wavefronts (gfx942)         128, 64                             32 to head size 64, else 16
+
+    Warpgroup products read K and V from shared memory and need 64 rows a warpgroup; others hold them in registers,
+    which 64 tokens at a time overflow. On gfx942 the load pipeline is in registers too.
     """
-    rows = max(128 if head_size <= 128 or warpgroup_mma else 64, triton.next_power_of_2(group))
-    tile_kv = 64 if warpgroup_mma and head_size <= 128 and element_size <= 2 else 32
-    return PrefillPlan(rows, tile_kv, num_warps=8, num_stages=2)
+    small = head_size <= 128
+    rows = 128 if small or (warpgroup_mma and not quantised) else 64
+    tile_kv = 64 if warpgroup_mma and small and element_size <= 2 else 32
+    if warp_size == 64 and head_size > 64:
+        tile_kv = 16
+    num_stages = 1 if quantised and not (small or warpgroup_mma or warp_size == 64) else 2
+    return PrefillPlan(max(rows, triton.next_power_of_2(group)), tile_kv, 8, num_stages)
 
 
 def paged_prefill(
@@ -179,27 +214,28 @@ def paged_prefill(
     scale: float,
     causal: bool = True,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    prefix_lm_ranges: torch.Tensor | None = None,
+    kv_start: int | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Attend chunks of new tokens over their paged K and V (whose slots include the new tokens').
 
-    q                [num_tokens, num_q_heads, head_size]                  fp32 | fp16 | bf16, last axis contiguous
-    k_cache          [num_blocks, block_size, num_kv_heads, head_size]     dtype of q, any strides, last axis contiguous
-    v_cache          [num_blocks, block_size, num_kv_heads, head_size_v]
-    query_start_loc  [num_seqs + 1] int32     first token of each sequence in q; query lengths may be 0. Tokens before
+    query_start_loc  [num_seqs + 1] int32  first token of each sequence in q; query lengths may be 0. Tokens before
                      query_start_loc[0] and past query_start_loc[-1] belong to nobody: they are not read or written
-    seq_lens         [num_seqs] int32         context length + query length
-    block_tables     [num_seqs, width] int32  entries past ceil(seq_len / block_size) are never read
     max_query_len, max_seq_len   upper bounds
-    scale            multiplies q.k; window counts visible tokens including the query itself
-    alibi_slopes     [num_q_heads] fp32; sinks [num_q_heads]: one more logit per head in the denominator
-    out              [num_tokens, num_q_heads, head_size_v], allocated when None; lse [num_tokens, num_q_heads] fp32
-    Rows that see no key get out 0 and lse -inf.
+    kv_start         keys before this position are left out, by all sequences
+    out              [num_tokens, num_q_heads, head_size_v], dtype of q or fp32, allocated when None
+    lse              [num_tokens, num_q_heads] fp32, natural log, written when given
+
+    The other arguments are those of `octavo.kernels.paged_attention`. Rows that see no key get out 0 and lse -inf.
     Raises ValueError naming the argument, what was expected and what came.
     """
     num_tokens, num_q_heads, head_size = q.shape
@@ -208,8 +244,9 @@ def paged_prefill(
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_size_v)
     check_attention(
-        q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
-    )
+        q, k_cache, v_cache, seq_lens, block_tables, out, lse, window, attention_chunk, softcap,
+        alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+    )  # fmt: skip
     check_query_starts(q, seq_lens, query_start_loc)
     if num_tokens == 0 or num_seqs == 0:
         return out
@@ -220,12 +257,14 @@ def paged_prefill(
             head_size=max(head_size, head_size_v),
             element_size=q.element_size(),
             warpgroup_mma=has_warpgroup_mma(q.device),
+            quantised=k_cache.dtype != q.dtype,
+            warp_size=warp_size(q.device),
         )
     tile_q = plan.rows // group
     _paged_prefill_kernel[(num_tokens // tile_q + num_seqs, num_kv_heads)](
         out_ptr=out,
         lse_ptr=lse,
-        **paged_operands(q, k_cache, v_cache, block_tables),
+        **paged_operands(q, k_cache, v_cache, block_tables, k_scale, v_scale, prefix_lm_ranges),
         alibi_slopes_ptr=alibi_slopes,
         sinks_ptr=sinks,
         seq_lens_ptr=seq_lens,
@@ -234,6 +273,8 @@ def paged_prefill(
         scale=scale,
         softcap=softcap,
         window=window,
+        attention_chunk=attention_chunk,
+        kv_start=kv_start,
         out_stride_token=out.stride(0),
         out_stride_head=out.stride(1),
         lse_stride_token=0 if lse is None else lse.stride(0),

@@ -24,9 +24,13 @@ def paged_attention(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    prefix_lm_ranges: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, Hq, Dv], lse [T, Hq]), both fp64. Rows that see no key, or belong to no sequence: out 0, lse -inf."""
@@ -41,37 +45,66 @@ def paged_attention(
     for seq, seq_len in enumerate(seq_lens.tolist()):
         query_len = starts[seq + 1] - starts[seq]
         table = block_tables[seq].tolist()
-        slots = [(table[i // block_size], i % block_size) for i in range(seq_len)]
-        keys = [k_cache[block, offset].double() for block, offset in slots]
-        values = [v_cache[block, offset].double() for block, offset in slots]
+        ranges = [] if prefix_lm_ranges is None else prefix_lm_ranges[seq].tolist()
+
+        def sees(token: int, position: int, key: int) -> bool:
+            together = any(low <= position < high and low <= key < high for low, high in ranges)  # noqa: B023
+            visible = together or (
+                (not causal or key <= position)
+                and (window is None or key > position - window)
+                and (attention_chunk is None or key >= position - position % attention_chunk)
+            )
+            column = key - (seq_len - query_len)  # noqa: B023
+            if tree_mask is not None and column >= 0:
+                visible = visible and bool(tree_mask[token, column])
+            return visible
+
         for i in range(query_len):
             token = starts[seq] + i
             position = seq_len - query_len + i
-            first = 0 if window is None else max(position - window + 1, 0)
-            stop = position + 1 if causal else seq_len
-            if first >= stop:
+            seen = [key for key in range(seq_len) if sees(token, position, key)]
+            if not seen:
                 continue
+            slots = [(table[key // block_size], key % block_size) for key in seen]
+            keys = torch.stack([_stored(k_cache, slot, k_scale) for slot in slots])
+            values = torch.stack([_stored(v_cache, slot, v_scale) for slot in slots])
             for head in range(num_q_heads):
-                key = torch.stack([k[head // group] for k in keys[first:stop]])
-                value = torch.stack([v[head // group] for v in values[first:stop]])
-                scores = scale * (key @ q[token, head].double())
+                scores = scale * (keys[:, head // group] @ q[token, head].double())
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
                 if alibi_slopes is not None:
-                    distance = torch.arange(first, stop, dtype=torch.float64) - position
+                    distance = torch.tensor(seen, dtype=torch.float64) - position
                     scores = scores + alibi_slopes[head].double() * distance
-                if tree_mask is not None:
-                    for key_position in range(max(first, seq_len - query_len), stop):
-                        if not tree_mask[token, key_position - (seq_len - query_len)]:
-                            scores[key_position - first] = -math.inf
-                    if scores.max() == -math.inf:
-                        continue
                 total = torch.logsumexp(scores, dim=0)
                 if sinks is not None:
                     total = torch.logaddexp(total, sinks[head].double())
-                out[token, head] = torch.exp(scores - total) @ value
+                out[token, head] = torch.exp(scores - total) @ values[:, head // group]
                 lse[token, head] = total
     return out, lse
+
+
+def _stored(cache: Tensor, slot: tuple[int, int], scale: Tensor | None) -> Tensor:
+    """What a slot holds, [Hkv, D] in fp64: the stored number times the scale of its head. uint8 is e4m3 by its bits."""
+    numbers = cache[slot[0], slot[1]]
+    if cache.dtype == torch.uint8:
+        numbers = numbers.contiguous().view(torch.float8_e4m3fn)
+    numbers = numbers.double()
+    return numbers if scale is None else numbers * scale.double().view(-1, 1)
+
+
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_block_ids: Tensor,
+    block_tables: Tensor,
+    **arguments,
+) -> tuple[Tensor, Tensor]:
+    """Attention of sequences whose first blocks are `prefix_block_ids`, whatever their tables say."""
+    tables = block_tables.clone()
+    tables[:, : len(prefix_block_ids)] = prefix_block_ids
+    return paged_attention(q, k_cache, v_cache, block_tables=tables, **arguments)
 
 
 def merge_attention_states(

@@ -10,14 +10,16 @@ Scores and sums are fp32. Slots and table entries past a row's length are never 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from .._checks import (
+    QUANTISED_DTYPES,
     check_attention,
+    check_prefix,
     check_query_starts,
     check_states,
     check_tree_mask,
@@ -35,16 +37,39 @@ _CHUNK_QUERIES = 128
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """How scores are made from products of q and k."""
+class _Rules:
+    """How scores are made from products of q and k, and which keys a query sees."""
 
     scale: float
     causal: bool
     window: int | None
+    attention_chunk: int | None
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    tree: Tensor | None = None  # [M, M]: which of a sequence's new tokens each of them sees
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    ranges: np.ndarray | None  # [num_seqs, num_ranges, 2]
+    tree_mask: Tensor | None
+
+    def visible(self, positions: np.ndarray, seq_lens: np.ndarray | int, ranges: np.ndarray | None):
+        """Keys [first, stop) that queries at `positions` see; `ranges` [..., num_ranges, 2] are those of each query."""
+        first = np.zeros_like(positions)
+        stop = seq_lens + first
+        if self.window is not None:
+            first = np.maximum(first, positions - self.window + 1)
+        if self.attention_chunk is not None:
+            first = np.maximum(first, positions // self.attention_chunk * self.attention_chunk)
+        if self.causal:
+            stop = np.minimum(stop, positions + 1)
+        if ranges is None:
+            return first, stop
+        for i in range(ranges.shape[-2]):
+            low, high = ranges[..., i, 0], ranges[..., i, 1]
+            inside = (positions >= low) & (positions < high)
+            first = np.where(inside, np.minimum(first, np.maximum(low, 0)), first)
+            stop = np.where(inside, np.maximum(stop, np.minimum(high, seq_lens)), stop)
+        return first, stop
 
 
 def paged_attention(
@@ -59,48 +84,74 @@ def paged_attention(
     scale: float,
     causal: bool,
     window: int | None,
+    attention_chunk: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    prefix_lm_ranges: Tensor | None,
     tree_mask: Tensor | None,
     num_decodes: int,
+    batch_invariant: bool,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
     """The first `num_decodes` sequences are rows [0, num_decodes) of q, unless all are and have several; see `ops`."""
     check_attention(
-        q, k_cache, v_cache, seq_lens, block_tables, alibi_slopes, sinks, out, lse, window, softcap
-    )
+        q, k_cache, v_cache, seq_lens, block_tables, out, lse, window, attention_chunk, softcap,
+        alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+    )  # fmt: skip
     num_seqs = seq_lens.shape[0]
     check_query_starts(q, seq_lens, query_start_loc)
     check_tree_mask(q, max_query_len, tree_mask)
-    scores = _Scores(scale, causal, window, softcap, alibi_slopes, sinks)
+    ranges = None if prefix_lm_ranges is None else prefix_lm_ranges.numpy()
+    rules = _Rules(
+        scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, ranges, tree_mask
+    )  # fmt: skip
     lengths = seq_lens.tolist()
     if num_decodes == num_seqs and max_query_len > 1:
         num_decodes = 0  # several queries each attend like a chunk
 
-    def attend_one(seq: int, queries: slice) -> None:
-        table, length, rules = block_tables[seq], lengths[seq], scores
-        if tree_mask is not None:
-            rules = replace(scores, tree=tree_mask[queries, : queries.stop - queries.start])
-        _attend_sequence(q, k_cache, v_cache, queries, length, table, rules, out, lse)
-
-    for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1]):
+    for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1], batch_invariant):
         if len(rows) > 1:
-            _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out, lse)
+            _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse)
         else:
-            attend_one(rows[0], slice(rows[0], rows[0] + 1))
+            row = rows[0]
+            _attend_sequence(
+                q, k_cache, v_cache, row, slice(row, row + 1), lengths[row], block_tables[row], rules, out, lse
+            )  # fmt: skip
     if num_decodes < num_seqs:
         starts = query_start_loc.tolist()
         for seq in range(num_decodes, num_seqs):
-            attend_one(seq, slice(starts[seq], starts[seq + 1]))
+            queries = slice(starts[seq], starts[seq + 1])
+            _attend_sequence(
+                q, k_cache, v_cache, seq, queries, lengths[seq], block_tables[seq], rules, out, lse
+            )
 
 
-def _plan_decodes(lengths: list[int], block_size: int) -> list[list[int]]:
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_block_ids: Tensor,
+    block_tables: Tensor,
+    *arguments,
+) -> None:
+    """The shared blocks are put in every table: on a CPU nothing is gained by reading them once."""
+    check_prefix(k_cache, prefix_block_ids, block_tables)
+    num_blocks = prefix_block_ids.shape[0]
+    prefix = prefix_block_ids.expand(block_tables.shape[0], num_blocks)
+    tables = torch.cat([prefix, block_tables[:, num_blocks:]], dim=1)
+    query_start_loc, seq_lens, *rest = arguments
+    paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, tables, *rest)
+
+
+def _plan_decodes(lengths: list[int], block_size: int, separate: bool) -> list[list[int]]:
     """Groups of rows that attend together: single rows where few, else up to `_JOINT_BLOCKS` blocks a group."""
     occupied = [row for row, length in enumerate(lengths) if length > 0]
     groups = [[row] for row, length in enumerate(lengths) if length == 0]
-    if len(occupied) <= _SEPARATE_ROWS:
+    if separate or len(occupied) <= _SEPARATE_ROWS:
         return groups + [[row] for row in occupied]
     group, num_blocks = [], 0
     for row in occupied:
@@ -113,14 +164,25 @@ def _plan_decodes(lengths: list[int], block_size: int) -> list[list[int]]:
     return [*groups, group]
 
 
-def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out, lse) -> None:
+def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int = 2) -> Tensor:
+    """Blocks `ids` of a cache, in its order of axes; those of a quantised cache as fp32."""
+    if cache.dtype not in QUANTISED_DTYPES:
+        return cache.index_select(0, ids)
+    stored = torch.float8_e4m3fn if cache.dtype == torch.uint8 else cache.dtype
+    blocks = cache.view(torch.uint8).index_select(0, ids).view(stored).float()
+    if scale is not None:
+        blocks.transpose(heads_axis, 2).mul_(scale.view(-1, 1))
+    return blocks
+
+
+def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse) -> None:
     """Decode rows together: a product per block, then a softmax over the blocks of each row."""
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
     num_q_heads, head_size = q.shape[1:]
     group = num_q_heads // num_kv_heads
     rows = np.array(rows)
     lens = np.array(lengths)[rows]
-    first = np.zeros_like(lens) if scores.window is None else np.maximum(lens - scores.window, 0)
+    first, _ = rules.visible(lens - 1, lens, None if rules.ranges is None else rules.ranges[rows])
 
     # blocks of all rows, one after the other: which row each serves, and the token positions it holds
     counts = -(-lens // block_size) - first // block_size
@@ -131,30 +193,31 @@ def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out
     positions = index[:, None] * block_size + np.arange(block_size)
     hidden = (positions >= lens[owner, None]) | (positions < first[owner, None])
 
-    k = k_cache.transpose(1, 2).index_select(0, ids).float()  # [blocks, Hkv, block_size, D]
-    v = v_cache.transpose(1, 2).index_select(0, ids).float()
+    # [blocks, Hkv, block_size, D]
+    k = _gathered(k_cache.transpose(1, 2), ids, rules.k_scale, heads_axis=1).float()
+    v = _gathered(v_cache.transpose(1, 2), ids, rules.v_scale, heads_axis=1).float()
     hidden_blocks, hidden_offsets = (torch.from_numpy(axis) for axis in hidden.nonzero())
     v[hidden_blocks, :, hidden_offsets] = 0  # a probability of 0 does not cancel a NaN
     row_of_block = torch.from_numpy(rows)[torch.from_numpy(owner)]
-    queries = q.index_select(0, row_of_block).float().mul_(scores.scale)
+    queries = q.index_select(0, row_of_block).float().mul_(rules.scale)
     products = torch.bmm(
         queries.view(-1, group, head_size), k.view(-1, block_size, head_size).transpose(1, 2)
     ).view(-1, num_q_heads, block_size)
-    if scores.softcap is not None:
-        products = products.div_(scores.softcap).tanh_().mul_(scores.softcap)
-    if scores.alibi_slopes is not None:
+    if rules.softcap is not None:
+        products = products.div_(rules.softcap).tanh_().mul_(rules.softcap)
+    if rules.alibi_slopes is not None:
         distance = torch.from_numpy((positions - (lens[owner, None] - 1)).astype(np.float32))
-        products += scores.alibi_slopes[:, None] * distance[:, None]
+        products += rules.alibi_slopes[:, None] * distance[:, None]
     products.transpose(1, 2)[hidden_blocks, hidden_offsets] = -math.inf
 
     owner = torch.from_numpy(owner)
     largest = torch.from_numpy(np.maximum.reduceat(products.amax(dim=-1).numpy(), starts))
-    if scores.sinks is not None:
-        largest = torch.maximum(largest, scores.sinks.float())
+    if rules.sinks is not None:
+        largest = torch.maximum(largest, rules.sinks.float())
     weights = products.sub_(largest.index_select(0, owner)[:, :, None]).exp_()
     total = torch.zeros_like(largest).index_add_(0, owner, weights.sum(dim=-1))
-    if scores.sinks is not None:
-        total += torch.exp(scores.sinks.float() - largest)
+    if rules.sinks is not None:
+        total += torch.exp(rules.sinks.float() - largest)
     partial = torch.bmm(weights.view(-1, group, block_size), v.view(-1, block_size, head_size_v))
     result = torch.zeros(len(rows), num_q_heads, head_size_v)
     result.index_add_(0, owner, partial.view(-1, num_q_heads, head_size_v)).div_(total[:, :, None])
@@ -164,121 +227,128 @@ def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, scores, out
         lse.index_copy_(0, rows, largest + total.log())
 
 
-def _attend_sequence(q, k_cache, v_cache, queries, seq_len, table, scores, out, lse) -> None:
+def _attend_sequence(q, k_cache, v_cache, seq, queries, seq_len, table, rules, out, lse) -> None:
     """The queries of one sequence, the last of which is at position seq_len - 1, chunk by chunk."""
     block_size = k_cache.shape[1]
     query_len = queries.stop - queries.start
-    context_len = seq_len - query_len
-    if seq_len == 0 or (scores.causal and context_len < 0):
-        # queries before position 0 see nothing
-        unseeing = slice(
-            queries.start, queries.stop if seq_len == 0 else queries.start - context_len
-        )
-        out[unseeing] = 0
-        if lse is not None:
-            lse[unseeing] = -math.inf
-        if scores.tree is not None:
-            unseen = unseeing.stop - unseeing.start
-            scores = replace(scores, tree=scores.tree[unseen:, unseen:])
-        queries, context_len = slice(unseeing.stop, queries.stop), 0
-    query_len = queries.stop - queries.start
-    if query_len == 0:
+    positions = np.arange(seq_len - query_len, seq_len)
+    ranges = None if rules.ranges is None else rules.ranges[seq]
+    firsts, stops = rules.visible(positions, seq_len, ranges)
+    num_blind = int((stops <= firsts).sum())  # they come first: those before position 0, or all
+    blind = slice(queries.start, queries.start + num_blind)
+    out[blind] = 0
+    if lse is not None:
+        lse[blind] = -math.inf
+    if num_blind == query_len:
         return
 
-    first = 0 if scores.window is None else max(context_len - scores.window + 1, 0)
-    first_block = first // block_size
-    ids = table[first_block : -(-seq_len // block_size)]
-    origin = first_block * block_size
-    k = k_cache.index_select(0, ids).flatten(0, 1)[first - origin : seq_len - origin]
-    v = v_cache.index_select(0, ids).flatten(0, 1)[first - origin : seq_len - origin]
+    origin = int(firsts[num_blind]) // block_size * block_size
+    ids = table[origin // block_size : -(-seq_len // block_size)]
+    k = _gathered(k_cache, ids, rules.k_scale).flatten(0, 1)  # from position `origin`
+    v = _gathered(v_cache, ids, rules.v_scale).flatten(0, 1)
 
     fused = (
-        query_len > 1
-        and scores.softcap is None
-        and scores.sinks is None
-        and scores.tree is None
+        query_len - num_blind > 1
+        and k.dtype == q.dtype == out.dtype
+        and rules.softcap is None
+        and rules.sinks is None
+        and rules.tree_mask is None
         and lse is None
         and k.shape[2] == v.shape[2]
     )
-    whole = fused and context_len == 0 and scores.window is None and scores.alibi_slopes is None
+    whole = fused and _is_square(firsts, stops) and rules.alibi_slopes is None
     chunk = query_len if whole else _CHUNK_QUERIES
     attend = _attend_fused if fused else _attend_explicit
-    for begin in range(0, query_len, chunk):
+    for begin in range(num_blind, query_len, chunk):
         end = min(begin + chunk, query_len)
-        position = context_len + begin
-        low = first if scores.window is None else max(position - scores.window + 1, 0)
-        high = context_len + end if scores.causal else seq_len
-        visible = slice(low - first, high - first)
+        low, high = int(firsts[begin]), int(stops[end - 1])
         rows = slice(queries.start + begin, queries.start + end)
+        tree = None
+        if rules.tree_mask is not None:
+            tree = rules.tree_mask[rows, :query_len]
         attend(
             q[rows],
-            k[visible],
-            v[visible],
-            position - low,
-            scores,
+            k[low - origin : high - origin],
+            v[low - origin : high - origin],
+            _Sight(
+                positions[begin:end] - low, firsts[begin:end] - low, stops[begin:end] - low, tree
+            ),
+            rules,
             out[rows],
             None if lse is None else lse[rows],
         )
 
 
-def _bias(num_queries: int, num_keys: int, offset: int, scores: _Scores) -> Tensor | None:
-    """What is added to scores: [M, L] or, with ALiBi, [Hq, M, L]; query i is at the position of key offset + i."""
-    masked = num_queries > 1 and (scores.causal or scores.window is not None)
-    masked |= scores.tree is not None
-    if not masked and scores.alibi_slopes is None:
+@dataclass(frozen=True)
+class _Sight:
+    """Which of L gathered keys each of M queries sees; all numbers count from the first of those keys."""
+
+    positions: np.ndarray  # [M], of the queries
+    firsts: np.ndarray
+    stops: np.ndarray
+    tree: Tensor | None  # [M, N]: which of the sequence's N new tokens, its last, each query sees
+
+
+def _is_square(firsts: np.ndarray, stops: np.ndarray) -> bool:
+    """Whether query i sees exactly the first i + 1 keys: plain causal attention without a context."""
+    return not firsts.any() and np.array_equal(stops, np.arange(1, len(stops) + 1))
+
+
+def _bias(num_keys: int, sight: _Sight, rules: _Rules) -> Tensor | None:
+    """What is added to scores: [M, L] or, with ALiBi, [Hq, M, L]."""
+    masked = sight.firsts.any() or (sight.stops < num_keys).any() or sight.tree is not None
+    if not masked and rules.alibi_slopes is None:
         return None
-    distance = torch.arange(num_keys) - torch.arange(offset, offset + num_queries)[:, None]
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if scores.causal:
-        hidden |= distance > 0
-    if scores.window is not None:
-        hidden |= distance <= -scores.window
-    if scores.tree is not None:
-        hidden[:, num_keys - scores.tree.shape[1] :] |= ~scores.tree
-    if scores.alibi_slopes is not None:
-        bias = scores.alibi_slopes[:, None, None] * distance
+    keys = np.arange(num_keys)
+    hidden = torch.from_numpy((keys < sight.firsts[:, None]) | (keys >= sight.stops[:, None]))
+    if sight.tree is not None:
+        # the last key seen by the last query is the sequence's last: the others' lines end before it
+        new_tokens = hidden[:, -sight.tree.shape[1] :]
+        new_tokens |= ~sight.tree[:, sight.tree.shape[1] - new_tokens.shape[1] :]
+    if rules.alibi_slopes is not None:
+        distance = torch.from_numpy(keys - sight.positions[:, None])
+        bias = rules.alibi_slopes[:, None, None] * distance
     else:
-        bias = torch.zeros(distance.shape)
+        bias = torch.zeros(hidden.shape)
     return bias.masked_fill_(hidden, -math.inf)
 
 
-def _attend_fused(q, k, v, offset, scores, out, lse) -> None:
+def _attend_fused(q, k, v, sight, rules, out, lse) -> None:
     """Rows of one sequence by torch's fused attention: q, out [M, Hq, D] over k, v [L, Hkv, D]."""
     num_kv_heads = k.shape[1]
     # KV heads as the batch axis and their query heads as the head axis: K and V are shared by a stride of 0
     q = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    square = scores.causal and offset == 0 and q.shape[2] == k.shape[2]
-    if square and scores.window is None and scores.alibi_slopes is None:
-        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
+    if rules.alibi_slopes is None and _is_square(sight.firsts, sight.stops):
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rules.scale)
     else:
-        bias = _bias(q.shape[2], k.shape[2], offset, scores)  # fp32, also for a 16-bit q
+        bias = _bias(k.shape[2], sight, rules)  # fp32, also for a 16-bit q
         if bias is not None and bias.dim() == 3:
             bias = bias.unflatten(0, (num_kv_heads, -1))
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scores.scale)
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rules.scale)
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
 
-def _attend_explicit(q, k, v, offset, scores, out, lse) -> None:
+def _attend_explicit(q, k, v, sight, rules, out, lse) -> None:
     """Rows of one sequence with the scores in memory: every feature, and the quickest way for one row."""
     num_queries, num_q_heads, head_size = q.shape
     num_keys, num_kv_heads, head_size_v = v.shape
-    rows = q.float().mul(scores.scale).view(num_queries, num_kv_heads, -1, head_size)
+    rows = q.float().mul(rules.scale).view(num_queries, num_kv_heads, -1, head_size)
     rows = rows.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)  # [Hkv, G * M, D]
     products = torch.bmm(rows, k.float().permute(1, 2, 0))
-    if scores.softcap is not None:
-        products = products.div_(scores.softcap).tanh_().mul_(scores.softcap)
-    bias = _bias(num_queries, num_keys, offset, scores)
+    if rules.softcap is not None:
+        products = products.div_(rules.softcap).tanh_().mul_(rules.softcap)
+    bias = _bias(num_keys, sight, rules)
     if bias is not None:
         products.view(num_q_heads, num_queries, num_keys).add_(bias)
-    if lse is None and scores.sinks is None and scores.tree is None:
+    if lse is None and rules.sinks is None and rules.tree_mask is None:
         weights = products.softmax(dim=-1)
     else:
         total = products.logsumexp(dim=-1).view(num_q_heads, num_queries)
-        if scores.sinks is not None:
+        if rules.sinks is not None:
             blind = total == -math.inf  # a sink alone is no key
-            total = torch.logaddexp(total, scores.sinks.float()[:, None])
+            total = torch.logaddexp(total, rules.sinks.float()[:, None])
             total.masked_fill_(blind, -math.inf)
         pivot = total.masked_fill(total == -math.inf, 0.0)  # -inf - -inf would be NaN
         weights = products.sub_(pivot.view(num_kv_heads, -1, 1)).exp_()

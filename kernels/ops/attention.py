@@ -14,124 +14,77 @@ Tensor = torch.Tensor
 
 def _triton_attention(
     q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
-    scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse, plan=None,
+    scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+    tree_mask, num_decodes, batch_invariant, out, lse, prefix_block_ids=None, plan=None,
 ) -> None:  # fmt: skip
-    """Sequences [0, num_decodes) to paged decode, the others to paged prefill."""
-    options = {
+    """The Triton kernels, with the positional arguments of the registered op."""
+    arguments = {
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_tables": block_tables,
+        "max_query_len": max_query_len,
         "max_seq_len": max_seq_len,
         "scale": scale,
+        "causal": causal,
         "window": window,
+        "attention_chunk": attention_chunk,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "prefix_lm_ranges": prefix_lm_ranges,
+        "tree_mask": tree_mask,
+        "num_decodes": num_decodes,
+        "batch_invariant": batch_invariant,
+        "out": out,
+        "lse": lse,
         "plan": plan,
     }
-    if num_decodes > 0:
-        from ..paged_decode import paged_decode
+    if prefix_block_ids is not None:
+        from ..cascade import cascade_attention
 
-        several = num_decodes == seq_lens.shape[0] and max_query_len > 1
-        rows = slice(None) if several else slice(num_decodes)
-        paged_decode(
-            q[rows],
-            k_cache,
-            v_cache,
-            seq_lens=seq_lens[:num_decodes],
-            block_tables=block_tables[:num_decodes],
-            query_start_loc=query_start_loc if several else None,
-            max_query_len=max_query_len if several else 1,
-            causal=causal,
-            tree_mask=tree_mask,
-            out=out[rows],
-            lse=None if lse is None else lse[rows],
-            **options,
-        )
-    if num_decodes < seq_lens.shape[0]:
-        from ..paged_prefill import paged_prefill
+        cascade_attention(q, k_cache, v_cache, prefix_block_ids=prefix_block_ids, **arguments)
+    else:
+        from ..mixed_batch import attend_mixed
 
-        rows = slice(num_decodes, None)
-        paged_prefill(
-            q,
-            k_cache,
-            v_cache,
-            query_start_loc=query_start_loc[rows],
-            seq_lens=seq_lens[rows],
-            block_tables=block_tables[rows],
-            max_query_len=max_query_len,
-            causal=causal,
-            out=out,
-            lse=lse,
-            **options,
-        )
+        attend_mixed(q, k_cache, v_cache, **arguments)
 
 
+def _triton_cascade(
+    q, k_cache, v_cache, prefix_block_ids, block_tables, query_start_loc, seq_lens, *rest
+) -> None:
+    _triton_attention(
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, *rest, prefix_block_ids=prefix_block_ids
+    )  # fmt: skip
+
+
+_RULES = (
+    " SymInt max_query_len, SymInt max_seq_len, float scale, bool causal, int? window, int? attention_chunk,"
+    " float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale,"
+    " Tensor? prefix_lm_ranges, Tensor? tree_mask, SymInt num_decodes, bool batch_invariant,"
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()"
+)
 _paged_attention = register(
     "paged_attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start_loc, Tensor seq_lens,"
-    " Tensor block_tables, SymInt max_query_len, SymInt max_seq_len, float scale, bool causal,"
-    " int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, SymInt num_decodes,"
-    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_tables,"
+    + _RULES,
     _triton_attention,
+    no_result,
+)
+_cascade_attention = register(
+    "cascade_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor prefix_block_ids, Tensor block_tables,"
+    " Tensor query_start_loc, Tensor seq_lens," + _RULES,
+    _triton_cascade,
     no_result,
 )
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    num_decodes: int | None = None,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-    plan: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the queries of a batch over the paged keys and values of their sequences.
-
-    The queries of sequence i are rows [query_start_loc[i], query_start_loc[i + 1]) of q, and are its last tokens: their
-    keys and values have been written to the cache before the call (`reshape_and_cache`).
-
-    q                [num_tokens, num_q_heads, head_size]                fp32 | fp16 | bf16; last axis contiguous
-    k_cache          [num_blocks, block_size, num_kv_heads, head_size]   dtype of q; any strides, last axis contiguous
-    v_cache          [num_blocks, block_size, num_kv_heads, head_size_v]
-    query_start_loc  [num_seqs + 1] int32     not decreasing; query lengths may be 0
-    seq_lens         [num_seqs] int32         context length + query length, in tokens
-    block_tables     [num_seqs, width] int32  block ids; entries past ceil(seq_len / block_size) may hold anything
-    max_query_len    upper bound of the query lengths
-    max_seq_len      upper bound of seq_lens
-    scale            multiplies q.k; None: head_size ** -0.5
-    causal           a query sees keys up to its own position; False: all keys of its sequence
-    window           tokens a query may see, itself included; None: all. Without causal only the past is limited
-    softcap          c: scores become c * tanh(score / c), after scale
-    alibi_slopes     [num_q_heads] fp32: slope * (key position - query position) is added, after softcap
-    sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it
-    tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
-                     other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
-    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs: with one
-                     query each, or, if these are all sequences, up to 16. None: all if max_query_len <= 16, else none.
-                     A decode row with seq_len 0 is padding
-    out              [num_tokens, num_q_heads, head_size_v], dtype of q; None: allocated
-    plan             a `DecodePlan` (num_decodes is num_seqs) or `PrefillPlan` (num_decodes is 0) for tuners: calls the
-                     Triton wrapper directly, past torch's dispatcher; on a CPU only under the interpreter
-
-    Returns out, or (out, lse [num_tokens, num_q_heads] fp32, natural log). Rows that see no key: out 0, lse -inf. Rows
-    of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written.
-    """
-    num_tokens, num_q_heads, head_size = q.shape
-    num_seqs = seq_lens.shape[0]
-    if scale is None:
-        scale = head_size**-0.5
+def _num_decodes(
+    num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int | None, tree_mask: Tensor | None
+) -> int:  # fmt: skip
+    """How many sequences take the decode kernel, checked."""
     if num_decodes is None:
         num_decodes = num_seqs if max_query_len <= MAX_QUERIES else 0
     if tree_mask is not None and (num_decodes < num_seqs or max_query_len > MAX_QUERIES):
@@ -147,21 +100,152 @@ def paged_attention(
         raise ValueError(
             f"num_decodes: expected at most {min(num_seqs, num_tokens)} (sequences, tokens), got {num_decodes}"
         )
+    return num_decodes
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    attention_chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    prefix_lm_ranges: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_decodes: int | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the queries of a batch over the paged keys and values of their sequences.
+
+    The queries of sequence i are rows [query_start_loc[i], query_start_loc[i + 1]) of q, and are its last tokens: their
+    keys and values have been written to the cache before the call (`reshape_and_cache`).
+
+    q                [num_tokens, num_q_heads, head_size]                fp32 | fp16 | bf16; last axis contiguous
+    k_cache          [num_blocks, block_size, num_kv_heads, head_size]   dtype of q, or quantised: float8_e4m3fn |
+                     float8_e5m2 | int8 | uint8 (e4m3 by its bits); any strides, last axis contiguous
+    v_cache          [num_blocks, block_size, num_kv_heads, head_size_v]
+    query_start_loc  [num_seqs + 1] int32     not decreasing; query lengths may be 0
+    seq_lens         [num_seqs] int32         context length + query length, in tokens
+    block_tables     [num_seqs, width] int32  block ids; entries of blocks that hold no visible key may be anything:
+                     those past ceil(seq_len / block_size), and those wholly before the window
+    max_query_len    upper bound of the query lengths
+    max_seq_len      upper bound of seq_lens
+    scale            multiplies q.k; None: head_size ** -0.5
+    causal           a query sees keys up to its own position; False: all keys of its sequence
+    window           tokens a query may see, itself included; None: all. Without causal only the past is limited
+    attention_chunk  a query sees no key before the last multiple of this at or before its position (local chunks)
+    softcap          c: scores become c * tanh(score / c), after scale
+    alibi_slopes     [num_q_heads] fp32: slope * (key position - query position) is added, after softcap
+    sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it
+    k_scale, v_scale [] | [1] | [num_kv_heads] fp32: what the numbers of a quantised cache are to be multiplied by
+    prefix_lm_ranges [num_seqs, num_ranges, 2] int32: positions [low, high) of each sequence whose tokens see one
+                     another whatever the other rules say (an image in a causal prompt). Disjoint; low >= high: unused
+    tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
+                     other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
+    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs: with one
+                     query each, or, if these are all sequences, up to 16. None: all if max_query_len <= 16, else none.
+                     A decode row with seq_len 0 is padding
+    batch_invariant  a sequence's result is the same to the last bit whatever else is in the batch, as long as its kernel
+                     (decode or prefill) and, for decodes of several queries, max_query_len stay the same
+    out              [num_tokens, num_q_heads, head_size_v], dtype of q or fp32; None: allocated, dtype of q
+    plan             a `DecodePlan` (num_decodes is num_seqs) or `PrefillPlan` (num_decodes is 0) for tuners: calls the
+                     Triton wrapper directly, past torch's dispatcher; on a CPU only under the interpreter
+
+    Returns out, or (out, lse [num_tokens, num_q_heads] fp32, natural log). Rows that see no key: out 0, lse -inf. Rows
+    of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written.
+    """
+    num_tokens, num_q_heads, head_size = q.shape
+    num_seqs = seq_lens.shape[0]
+    if scale is None:
+        scale = head_size**-0.5
+    num_decodes = _num_decodes(num_tokens, num_seqs, max_query_len, num_decodes, tree_mask)
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
     args = (
         q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
-        scale, causal, window, softcap, alibi_slopes, sinks, tree_mask, num_decodes, out, lse,
+        scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+        tree_mask, num_decodes, batch_invariant, out, lse,
     )  # fmt: skip
     if plan is None:
         _paged_attention(*args)
     elif num_decodes in (0, num_seqs):
-        _triton_attention(*args, plan)
+        _triton_attention(*args, plan=plan)
     else:
         raise ValueError(
             f"plan: expected decodes or prefills only, got {num_decodes} decodes of {num_seqs}"
         )
+    return out if lse is None else (out, lse)
+
+
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    prefix_block_ids: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    attention_chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    prefix_lm_ranges: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_decodes: int | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_attention` of sequences that all begin with the same blocks, whose keys are then read once for many queries.
+
+    prefix_block_ids  [num_blocks] int32   the blocks of the first num_blocks * block_size tokens of every sequence, at
+                      most the width of a table, whose own entries for them are not read. Sequences with seq_len 0 are
+                      padding; all others are at least so long, and their queries come after those tokens
+
+    The other arguments and the result are those of `paged_attention`, but that `prefix_lm_ranges` cannot be combined
+    with `window` or `attention_chunk`, and that rows of no sequence may be written.
+    """
+    num_tokens, num_q_heads, head_size = q.shape
+    if scale is None:
+        scale = head_size**-0.5
+    if prefix_lm_ranges is not None and not (window is None and attention_chunk is None):
+        raise ValueError(
+            "prefix_lm_ranges: expected None with window or attention_chunk, for a range may reach back over the "
+            "window's edge into the shared prefix, got both"
+        )
+    num_decodes = _num_decodes(num_tokens, seq_lens.shape[0], max_query_len, num_decodes, tree_mask)
+    if out is None:
+        out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
+    lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
+    _cascade_attention(
+        q, k_cache, v_cache, prefix_block_ids, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len,
+        scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
+        tree_mask, num_decodes, batch_invariant, out, lse,
+    )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
