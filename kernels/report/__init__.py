@@ -1,6 +1,6 @@
 """What the compiler made of the kernels: registers, spills, loads, barriers, instructions per token, with no GPU at hand.
 
-`measure(target)` compiles every case of `cases` for a target in a fresh process and reads the machine code. The command
+`measure` compiles cases of `cases` for a target in a fresh process and reads the machine code. The command
 `octavo kernels report` prints the rows; the budgets in the tests are asserted on them. Nothing here is timed on a GPU.
 """
 
@@ -12,7 +12,21 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
+from .occupancy import MACHINES
 from .table import Row
+
+
+def select_cases(targets: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The cases with one of `names` in their name. Raises ValueError for what is not known."""
+    from .cases import CASES
+
+    for target in targets:
+        if target not in MACHINES:
+            raise ValueError(f"target: expected one of {', '.join(MACHINES)}, got {target!r}")
+    for name in names:
+        if not any(name in case for case in CASES):
+            raise ValueError(f"kernel: expected part of one of {', '.join(CASES)}, got {name!r}")
+    return [case for case in CASES if any(name in case for name in names)]
 
 
 def measure(target: str, cases: Iterable[str]) -> Iterator[Row]:

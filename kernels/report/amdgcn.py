@@ -8,7 +8,7 @@ from .listing import Instruction, UnreadableCode
 
 _LINE = re.compile(r"(?P<opcode>[a-z]\w*)(?:\s+(?P<operands>.*))?")
 _LABEL = re.compile(r"(?P<name>[.$\w]+):")
-_LOAD = re.compile(r"(?P<unit>global|buffer|flat)_load_(?P<lds>lds_)?(?P<size>[a-z]+(?:x\d)?)")
+_LOAD = re.compile(r"(?P<unit>global|buffer|flat)_load_(?P<lds>lds_)?(?P<size>[a-z]+\d?)")
 _BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 _BITS |= {"ushort": 16, "sshort": 16, "short": 16, "ubyte": 8, "sbyte": 8}
 

@@ -54,7 +54,8 @@ def read_machine_code(
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(asm["cubin"])
             file.flush()
-            code = sass.parse_listing(_nvidia_tool("nvdisasm", "-c", file.name), kernel)
+            # -ndf: no search for the targets of indirect jumps, which the parser refuses
+            code = sass.parse_listing(_nvidia_tool("nvdisasm", "-c", "-ndf", file.name), kernel)
             report = _nvidia_tool("cuobjdump", "-res-usage", file.name)
         usage = sass.parse_usage(report, kernel)
     shared += usage.pop("static_shared", 0)

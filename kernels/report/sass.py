@@ -50,7 +50,7 @@ def parse_usage(text: str, kernel: str) -> dict[str, int]:
 def _section(text: str, kernel: str) -> Iterator[str]:
     inside = False
     for line in map(str.strip, text.splitlines()):
-        if line.startswith(".section"):
+        if line.split()[:1] == [".section"]:
             inside = line.split()[1].startswith(f".text.{kernel},")
         elif inside and line and not line.startswith("//"):
             yield line

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import triton
 
@@ -15,24 +17,35 @@ from .table import Row
 
 
 def rows(target: str, cases: Sequence[str]) -> Iterator[Row]:
-    for launch in compile_launches(target, cases):
-        code, error = None, launch.error
-        if launch.compiled is not None:
-            try:
-                code = _read(target, launch)
-            except UnreadableCode as fault:
-                error = f"{type(fault).__name__}: {fault}"
-        yield Row(
-            target=target,
-            triton=triton.__version__,
-            case=launch.case,
-            kernel=launch.kernel,
-            seconds=launch.seconds,
-            num_warps=launch.compiled.metadata.num_warps if launch.compiled else None,
-            tile_kv=launch.tile_kv,
-            code=code,
-            error=error,
-        )
+    """The rows in order. The disassembler runs beside the compiler, for it takes half a second a launch."""
+    with ThreadPoolExecutor(1) as reader:
+        pending: deque[Future[Row]] = deque()
+        for launch in compile_launches(target, cases):
+            pending.append(reader.submit(_row, target, launch))
+            while pending and pending[0].done():
+                yield pending.popleft().result()
+        for row in pending:
+            yield row.result()
+
+
+def _row(target: str, launch: Launch) -> Row:
+    code, error = None, launch.error
+    if launch.compiled is not None:
+        try:
+            code = _read(target, launch)
+        except UnreadableCode as fault:
+            error = f"{type(fault).__name__}: {fault}"
+    return Row(
+        target=target,
+        triton=triton.__version__,
+        case=launch.case,
+        kernel=launch.kernel,
+        seconds=launch.seconds,
+        num_warps=launch.compiled.metadata.num_warps if launch.compiled else None,
+        tile_kv=launch.tile_kv,
+        code=code,
+        error=error,
+    )
 
 
 def _read(target: str, launch: Launch) -> MachineCode:
