@@ -74,6 +74,9 @@ class StandInDriver(DriverBase):
 
 def compile_launches(target: str, cases: Iterable[str]) -> Iterator[Launch]:
     """Every launch of the named cases, compiled for the target."""
+    cases = list(cases)
+    if unknown := set(cases) - set(CASES):
+        raise ValueError(f"cases: expected names in CASES, got {sorted(unknown)}")
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
     if knobs.runtime.interpret:

@@ -86,13 +86,18 @@ def loop_figures(
         raise UnreadableCode(f"{kernel}: expected a loop with matrix products, got none")
     return {
         "mma": "+".join(sorted({i.mma for i in loop if i.mma})) if loop else None,
-        "loads": dict(sorted(Counter(i.load for i in loop or code if i.load).items())),
+        "loads": dict(sorted(Counter(i.load for i in loop or code if i.load).items(), key=_widest)),
         "barriers": sum(i.is_barrier for i in loop) if loop else None,
         "loop_instructions": len(loop) if loop else None,
         "instructions_per_token": (
             round(len(loop) * num_warps / tile_kv, 2) if loop and tile_kv else None
         ),
     }
+
+
+def _widest(load: tuple[str, int]) -> tuple[int, str]:
+    name, _, bits = load[0].partition(".")
+    return -int(bits or 0), name
 
 
 def _nvidia_tool(name: str, *arguments: str) -> str:

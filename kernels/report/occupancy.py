@@ -42,7 +42,7 @@ def occupancy(
     if program_shared := _round_up(shared + machine.system_shared, 128):
         limits["shared"] = machine.shared // program_shared
     if machine.tensor_memory is not None and tensor_memory:
-        limits["tensor memory"] = machine.tensor_memory // tensor_memory
+        limits["tensors"] = machine.tensor_memory // tensor_memory
     limit = min(limits, key=limits.__getitem__)
     return limits[limit] * num_warps / machine.max_warps, limit
 

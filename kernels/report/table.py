@@ -72,9 +72,14 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
 
 def _cells(row: Row) -> list[str]:
     code = row.code
-    cells = [row.case, row.kernel.strip("_").removesuffix("_kernel"), _number(row.num_warps)]
+    cells = [
+        row.case,
+        row.kernel.strip("_").removesuffix("_kernel"),
+        _number(row.num_warps),
+        _number(row.tile_kv),
+    ]
     if code is None:
-        return [*cells, *["failed"], *[""] * (len(_COLUMNS) - 4)]
+        return [*cells, "failed", *[""] * (len(_COLUMNS) - len(cells) - 1)]
     return [
         *cells,
         str(code.registers),

@@ -215,7 +215,7 @@ def test_amdgcn_figures() -> None:
     code = amdgcn.parse_assembly(longer, "_k_kernel")
     assert loop_figures(code, kernel="_k_kernel", num_warps=2, tile_kv=8) == {
         "mma": "mfma",
-        "loads": {"buffer_load.64": 1, "global_load.16": 1, "global_load_lds.128": 1},
+        "loads": {"global_load_lds.128": 1, "buffer_load.64": 1, "global_load.16": 1},
         "barriers": 1,
         "loop_instructions": 6,
         "instructions_per_token": 1.5,
@@ -270,12 +270,12 @@ def test_amdgcn_metadata_that_is_missing(field: str) -> None:
         (
             "sm_100",
             {"registers": 64, "num_warps": 4, "shared": 0, "tensor_memory": 256},
-            (8 / 64, "tensor memory"),
+            (8 / 64, "tensors"),
         ),
         (
             "sm_100",
             {"registers": 64, "num_warps": 4, "shared": 0, "tensor_memory": 576},
-            (0.0, "tensor memory"),
+            (0.0, "tensors"),
         ),
         # 128 of 512 registers a lane: 4 waves in each of 4
         ("gfx942", {"registers": 128, "num_warps": 4, "shared": 0}, (0.5, "registers")),

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import octavo.kernels
+import octavo.kernels.report
+from octavo.__main__ import app
 from octavo.kernels.report import measure, select_cases
 from octavo.kernels.report.cases import CASES, LAYERS, SHAPES
 from octavo.kernels.report.machine_code import MachineCode
@@ -27,7 +30,7 @@ EVERY_KERNEL = [*ATTENTION, *(f"{op}-{shape}" for op in LAYERS for shape in ("d6
 COMPILED = {
     "sm_80": EVERY_KERNEL,
     "sm_90": [*EVERY_KERNEL, "decode-d64-window", "decode-d128-window"],
-    "sm_100": ATTENTION,
+    "sm_100": [case for case in ATTENTION if case.endswith(("-split", "-plain"))],  # half a minute
     "gfx942": EVERY_KERNEL,
 }
 
@@ -47,12 +50,7 @@ BUDGETS = {
         per_token={"decode-d64": 24, "decode-d128": 33},
         barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 7},
         window=1.35,
-        spills={
-            # eight warps with 128 registers a thread; all of it outside the tile loops
-            ("sm_100", "prefill-d64-options"): 24,
-            ("sm_100", "prefill-d128-full"): 24,
-            ("sm_100", "prefill-d256-plain"): 32,
-        },
+        spills={("sm_100", "prefill-d256-plain"): 32},
     ),
 }
 
@@ -113,7 +111,7 @@ def kernel_names() -> set[str]:
 def test_kernels_keep_their_budgets(target: str) -> None:
     rows = list(measure(target, COMPILED[target]))
     assert faults(rows, budgets_for(rows[0].triton)) == []
-    if COMPILED[target] is not ATTENTION:
+    if set(EVERY_KERNEL) <= set(COMPILED[target]):
         assert kernel_names() - {row.kernel for row in rows} == set()
 
 
@@ -191,5 +189,43 @@ def test_cases_are_selected_by_parts_of_their_names() -> None:
 
 
 def test_the_compiling_process_says_why_it_failed() -> None:
-    with pytest.raises(RuntimeError, match=r"sm_90: the compiling process failed(.|\n)*KeyError"):
-        list(measure("sm_90", ["no such case"]))
+    with pytest.raises(
+        RuntimeError, match=r"sm_90: the compiling process failed(.|\n)*got \['no such'\]"
+    ):
+        list(measure("sm_90", ["no such"]))
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["kernels", "report", *arguments])
+
+
+def test_command_line() -> None:
+    """Although the tests run with TRITON_INTERPRET set."""
+    result = run("--kernel", "rms_norm-d64", "--json")
+    assert result.exit_code == 0, result.output
+    rows = [Row.from_json(line) for line in result.stdout.splitlines()]
+    assert [(row.target, row.kernel) for row in rows] == [("sm_90", "_rms_norm_kernel")] * 2
+    assert all(row.code and "LDG.128" in row.code.loads and row.code.mma is None for row in rows)
+    assert [Row.from_json(row.to_json()) for row in rows] == rows
+    result = run("--kernel", "rms_norm-d64")  # now from Triton's cache
+    assert result.exit_code == 0, result.output
+    assert f"sm_90, Triton {rows[0].triton}" in result.stdout
+    assert result.stdout.count("cached") == 2
+
+
+def test_command_line_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Row("sm_80", "3.9.0", "decode-d64-split", "_k_kernel", None, error="too [big]")
+    rows = [*good_rows("sm_80"), failed]
+    monkeypatch.setattr(octavo.kernels.report, "measure", lambda target, cases: iter(rows))
+    result = run("--target", "sm_80")
+    assert result.exit_code == 1
+    assert "decode-d64-split _k_kernel: too [big]" in result.stdout
+    assert "20.0" in result.stdout and "HGMMA" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--target", "sm_70"], ["--kernel", "nothing"]])
+def test_command_line_errors_are_one_line(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {arguments[0][2:]}: expected")
+    assert len(result.stderr.splitlines()) == 1
