@@ -47,8 +47,14 @@ class Budgets:
 
 BUDGETS = {
     "default": Budgets(
-        per_token={"decode-d64": 24, "decode-d128": 33},
+        per_token={"decode-d64": 15, "decode-d128": 22},
         barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 7},
+        window=1.35,
+        spills={("sm_100", "prefill-d256-plain"): 32},  # outside the tile loops
+    ),
+    "3.6": Budgets(
+        per_token={"decode-d64": 24, "decode-d128": 33},
+        barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 9},
         window=1.35,
         spills={("sm_100", "prefill-d256-plain"): 32},
     ),
@@ -56,6 +62,7 @@ BUDGETS = {
 
 
 def budgets_for(triton: str) -> Budgets:
+    """By (major, minor); versions without a table of their own keep the default."""
     return BUDGETS.get(".".join(triton.split(".")[:2]), BUDGETS["default"])
 
 
@@ -126,8 +133,8 @@ GOOD = MachineCode(
     mma="HGMMA",
     loads={"LDGSTS.128": 4},
     barriers=2,
-    loop_instructions=640,
-    instructions_per_token=20.0,
+    loop_instructions=384,
+    instructions_per_token=12.0,
 )
 DECODES = [f"decode-{s}-{variant}" for s in SHAPES for variant in ("split", "window")]
 
@@ -143,9 +150,9 @@ def good_rows(target: str = "sm_90") -> list[Row]:
         ("decode-d64-split", {"spill_bytes": 8}, "spills 8 bytes"),
         ("decode-d64-split", {"spill_accesses": 2}, "spills 0 bytes"),
         ("decode-d64-split", {"occupancy": 0.0}, "cannot be launched, registers"),
-        ("decode-d64-split", {"instructions_per_token": 24.5}, "24.5 instructions per token"),
+        ("decode-d64-split", {"instructions_per_token": 15.5}, "15.5 instructions per token"),
         ("decode-d64-split", {"instructions_per_token": None}, "0 instructions per token"),
-        ("decode-d128-window", {"instructions_per_token": 27.1}, "27.1 .* with the window on"),
+        ("decode-d128-window", {"instructions_per_token": 16.3}, "16.3 .* with the window on"),
         ("decode-d128-split", {"barriers": 7}, "7 barriers per tile"),
         ("prefill-d256-plain", {"mma": "HMMA"}, "HMMA in the main loop"),
         ("prefill-d256-plain", {"loads": {"LDG.16": 1}}, "LDG.16 in the main loop"),
@@ -220,7 +227,7 @@ def test_command_line_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--target", "sm_80")
     assert result.exit_code == 1
     assert "decode-d64-split _k_kernel: too [big]" in result.stdout
-    assert "20.0" in result.stdout and "HGMMA" in result.stdout
+    assert "12.0" in result.stdout and "HGMMA" in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--target", "sm_70"], ["--kernel", "nothing"]])
