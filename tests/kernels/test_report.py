@@ -56,7 +56,7 @@ BUDGETS = {
         per_token={"decode-d64": 24, "decode-d128": 33},
         barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 9},
         window=1.35,
-        spills={("sm_100", "prefill-d256-plain"): 32},
+        spills={("sm_100", "prefill-d256-plain"): 40, ("gfx942", "prefill-d256-options"): 84},
     ),
 }
 
