@@ -1,13 +1,16 @@
-"""The command line: `octavo generate`."""
+"""The command line: `octavo generate` and `octavo kernels report`."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."
 )
+kernels = typer.Typer(no_args_is_help=True, help="Look at the Triton kernels; needs no GPU.")
+app.add_typer(kernels, name="kernels")
 
 
 @app.callback()
@@ -141,6 +146,61 @@ def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None
         f"KV blocks: at most {engine.peak_used_blocks} of {engine.num_blocks} in use, "
         f"{engine.block_bytes / 1024:.0f} KiB each"
     )
+
+
+@kernels.callback()
+def _kernels() -> None:
+    """Look at the Triton kernels; needs no GPU."""
+
+
+@kernels.command()
+def report(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="sm_80, sm_90, sm_100 or gfx942; may be repeated.", show_default="sm_90"),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="Only launches with this in their name; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per launch.")] = False,
+) -> None:
+    """Compile the kernels' launches and show registers, spills, loads and the cost of a KV token."""
+    from .kernels.report import measure, select_cases
+    from .kernels.report.table import print_table
+
+    targets = target or ["sm_90"]
+    try:
+        cases = select_cases(targets, kernel or [""])
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+    tables = Console(highlight=False)
+    if not tables.is_terminal:
+        tables.width = 200  # nothing is folded in a file
+    failed = False
+    for name in targets:
+        rows = []
+        with _compile_progress(name, cases) as show:
+            for row in measure(name, cases):
+                show(row.case)
+                rows.append(row)
+                failed |= row.error is not None
+                if as_json:
+                    typer.echo(row.to_json())
+        if not as_json:
+            print_table(rows, tables)
+    if failed:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _compile_progress(target: str, cases: list[str]) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; yields what is to be called with the case that a row came from."""
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task(f"compiling for {target}", total=len(cases))
+        yield lambda case: progress.update(task, completed=cases.index(case) + 1, description=case)
 
 
 def main() -> None:

@@ -49,6 +49,11 @@ def test_kernels_on_a_cpu_do_without_triton() -> None:
     )
 
 
+def test_the_report_is_no_part_of_the_kernels() -> None:
+    code = "import octavo.kernels; octavo.kernels.paged_attention"
+    assert loaded(code, ("octavo.kernels.ops", "octavo.kernels.report")) == ["octavo.kernels.ops"]
+
+
 @pytest.mark.parametrize("name", octavo.__all__)
 def test_public_names(name: str) -> None:
     assert name in dir(octavo)

@@ -1,0 +1,239 @@
+"""The launches that are compiled, by name: `decode-d128-window` is `paged_decode` at shape d128 with the window on.
+
+`CASES` is a product of tables, so a new variant of attention is one entry in `DECODES` or `PREFILLS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NUM_SMS = 132  # of the GPU that the decode plans are made for
+BLOCK_SIZE = 16
+MAX_SEQ_LEN = 4096
+WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of one model."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def hidden(self) -> int:
+        return self.num_q_heads * self.head_size
+
+
+SHAPES = {
+    "d64": Shape(9, 3, 64),  # SmolLM2-135M
+    "d128": Shape(32, 8, 128),  # Llama-3-8B
+    "d256": Shape(16, 8, 256),  # Gemma-2-9B
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one attention launch is given: `query_len` new tokens of each sequence, and `options(shape, num_tokens)`."""
+
+    num_seqs: int
+    query_len: int
+    options: Callable[[Shape, int], dict[str, Any]]
+
+
+def no_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {}
+
+
+def window(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {"window": WINDOW}
+
+
+def all_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {
+        "window": WINDOW,
+        "softcap": 30.0,
+        "alibi_slopes": torch.empty(shape.num_q_heads),
+        "sinks": torch.empty(shape.num_q_heads, dtype=torch.bfloat16),
+        "lse": torch.empty(num_tokens, shape.num_q_heads),
+    }
+
+
+def not_causal(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {"causal": False}
+
+
+def drafts(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    """Four new tokens of each sequence, under a tree mask."""
+    num_seqs = num_tokens // 4
+    return {
+        "query_start_loc": torch.arange(0, num_tokens + 1, 4, dtype=torch.int32)[: num_seqs + 1],
+        "max_query_len": 4,
+        "tree_mask": torch.ones(num_tokens, 4, dtype=torch.bool),
+    }
+
+
+DECODES = {
+    "split": Batch(1, 1, no_options),
+    "whole": Batch(2048, 1, no_options),  # enough sequences that none is split
+    "window": Batch(1, 1, window),
+    "options": Batch(64, 1, all_options),
+    "drafts": Batch(16, 4, drafts),
+}
+PREFILLS = {
+    "plain": Batch(2, 32, no_options),
+    "full": Batch(2, 32, not_causal),
+    "window": Batch(2, 32, window),
+    "options": Batch(2, 32, all_options),
+}
+
+
+def _operands(shape: Shape, batch: Batch) -> dict[str, Any]:
+    num_tokens = batch.num_seqs * batch.query_len
+    pool = _pool(shape)
+    return {
+        "q": _bf16(num_tokens, shape.num_q_heads, shape.head_size),
+        "k_cache": pool[:, 1, 0],
+        "v_cache": pool[:, 1, 1],
+        "seq_lens": torch.full((batch.num_seqs,), MAX_SEQ_LEN, dtype=torch.int32),
+        "block_tables": torch.zeros(batch.num_seqs, MAX_SEQ_LEN // BLOCK_SIZE, dtype=torch.int32),
+        "max_seq_len": MAX_SEQ_LEN,
+        "scale": shape.head_size**-0.5,
+        **batch.options(shape, num_tokens),
+    }
+
+
+def _decode(shape: Shape, batch: Batch) -> None:
+    from ..paged_decode import paged_decode, plan_paged_decode
+
+    plan = plan_paged_decode(
+        num_seqs=batch.num_seqs,
+        num_kv_heads=shape.num_kv_heads,
+        group=shape.group,
+        head_size=shape.head_size,
+        max_seq_len=MAX_SEQ_LEN,
+        num_sms=NUM_SMS,
+        num_queries=batch.query_len,
+    )
+    paged_decode(**_operands(shape, batch), plan=plan)
+
+
+def _prefill(shape: Shape, batch: Batch, target: str) -> None:
+    from ..paged_prefill import paged_prefill, plan_paged_prefill
+
+    plan = plan_paged_prefill(
+        group=shape.group,
+        head_size=shape.head_size,
+        element_size=2,
+        warpgroup_mma=target == "sm_90",
+    )
+    starts = torch.arange(batch.num_seqs + 1, dtype=torch.int32) * batch.query_len
+    paged_prefill(
+        **_operands(shape, batch),
+        query_start_loc=starts,
+        max_query_len=batch.query_len,
+        plan=plan,
+    )
+
+
+def _rms_norm(shape: Shape) -> None:
+    from ..norm import fused_add_rms_norm, rms_norm
+
+    x, weight = _bf16(32, shape.hidden), _bf16(shape.hidden)
+    rms_norm(x, weight, 1e-5)
+    fused_add_rms_norm(x, x.clone(), weight, 1e-5)
+
+
+def _silu_and_mul(shape: Shape) -> None:
+    from ..activation import silu_and_mul
+
+    silu_and_mul(_bf16(32, 6 * shape.hidden))
+
+
+def _rotary_embedding(shape: Shape) -> None:
+    from ..rotary import rotary_embedding
+
+    q, k, _ = _new_qkv(shape)
+    for is_neox in (True, False):
+        rotary_embedding(torch.arange(32), q, k, torch.empty(4096, shape.head_size), is_neox)
+
+
+def _reshape_and_cache(shape: Shape) -> None:
+    from ..cache_write import reshape_and_cache
+
+    (_, k, v), pool = _new_qkv(shape), _pool(shape)
+    reshape_and_cache(k, v, pool[:, 1, 0], pool[:, 1, 1], torch.arange(32))
+
+
+def _merge_attention_states(shape: Shape) -> None:
+    from ..merge_states import merge_attention_states
+
+    out, lse = _bf16(32, shape.num_q_heads, shape.head_size), torch.empty(32, shape.num_q_heads)
+    merge_attention_states(out, lse, out.clone(), lse.clone())
+
+
+def _copy_blocks(shape: Shape) -> None:
+    from ..block_copy import copy_blocks
+
+    copy_blocks(_pool(shape), torch.tensor([[0, 4], [1, 5]]))
+
+
+def _swap_blocks(shape: Shape) -> None:
+    from ..block_swap import SwapPlan, swap_blocks
+
+    pairs = torch.tensor([[0, 4], [1, 5]])
+    swap_blocks(_pool(shape), _pool(shape), pairs, plan=SwapPlan(by_kernel=True))
+
+
+LAYERS = {
+    "rms_norm": _rms_norm,
+    "silu_and_mul": _silu_and_mul,
+    "rotary_embedding": _rotary_embedding,
+    "reshape_and_cache": _reshape_and_cache,
+    "merge_attention_states": _merge_attention_states,
+    "copy_blocks": _copy_blocks,
+    "swap_blocks": _swap_blocks,
+}
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _pool(shape: Shape) -> torch.Tensor:
+    return _bf16(8, 2, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
+
+
+def _new_qkv(shape: Shape) -> tuple[torch.Tensor, ...]:
+    """Views of one matrix product's output, as a model has them."""
+    heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
+    return _bf16(32, sum(heads), shape.head_size).split(heads, dim=1)
+
+
+# name -> what launches it, given the target
+CASES: dict[str, Callable[[str], None]] = {
+    **{
+        f"decode-{name}-{variant}": lambda _, s=shape, b=batch: _decode(s, b)
+        for variant, batch in DECODES.items()
+        for name, shape in SHAPES.items()
+    },
+    **{
+        f"prefill-{name}-{variant}": lambda target, s=shape, b=batch: _prefill(s, b, target)
+        for variant, batch in PREFILLS.items()
+        for name, shape in SHAPES.items()
+    },
+    **{
+        f"{op}-{name}": lambda _, s=shape, launch=launch: launch(s)
+        for op, launch in LAYERS.items()
+        for name, shape in SHAPES.items()
+    },
+}
