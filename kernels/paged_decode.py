@@ -66,7 +66,7 @@ def _paged_decode_kernel(
     """Grid (num_seqs, num_kv_heads, num_splits). PARTIAL: write lse2 per split instead of the final lse.
 
     Without `query_start_loc_ptr` each sequence has one new token. `query_positions_ptr` says where the new tokens are
-    in their sequences when that is not the end.
+    in their sequences when that is not the end, negative where they see nothing.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -91,9 +91,10 @@ def _paged_decode_kernel(
     first_position = context_len
     last_position = seq_len - 1
     if query_positions_ptr is not None:
-        row_positions = tl.load(query_positions_ptr + tokens, mask=row_mask, other=0)
-        first_position = tl.min(tl.where(row_mask, row_positions, 0x7FFFFFFF), axis=0)
-        last_position = tl.max(tl.where(row_mask, row_positions, -1), axis=0)
+        row_positions = tl.load(query_positions_ptr + tokens, mask=row_mask, other=-1)
+        blind = row_positions < 0
+        first_position = tl.min(tl.where(blind, 1 << 30, row_positions), axis=0)
+        last_position = tl.max(row_positions, axis=0)
 
     # tiles from `seen_from` to `seen_to` are seen by some row, those of the bulk by every row
     if ranges_ptr is not None:
@@ -104,6 +105,8 @@ def _paged_decode_kernel(
     all_from, seen_to = visible_interval(
         last_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
     )
+    if query_positions_ptr is not None:
+        seen_to = tl.where(last_position >= 0, seen_to, 0)
     if tree_mask_ptr is not None:
         seen_by_all = tl.minimum(seen_by_all, tl.maximum(context_len, 0))
     row_first = None
@@ -179,6 +182,9 @@ def _paged_decode_kernel(
     )  # fmt: skip
 
     out, lse2 = finish(acc, m, l, v_scale)
+    if query_positions_ptr is not None:
+        out = tl.where(blind[:, None], 0.0, out)
+        lse2 = tl.where(blind, float("-inf"), lse2)
     out_offsets = tokens * out_stride_token + heads * out_stride_head + split * out_stride_split
     out_mask = row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
     out_rows = out_ptr + out_offsets[:, None] + dims_v[None, :]
@@ -321,7 +327,8 @@ def paged_decode(
 
     query_start_loc  [num_seqs + 1] int32  first new token of each sequence in q; None: one each, in order
     max_query_len    upper bound of the query lengths, at most 16
-    query_positions  [num_tokens] int32    where each new token is in its sequence; None: they are its last tokens
+    query_positions  [num_tokens] int32    where each new token is in its sequence, negative: it sees nothing. None: they
+                     are its last tokens
     tree_mask        [num_tokens, max_query_len] bool  whether a new token sees the j-th new token of its sequence, on top
                      of the other rules; all see the context
     max_seq_len      upper bound of seq_lens; only the plan depends on it

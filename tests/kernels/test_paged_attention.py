@@ -6,54 +6,9 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels import ops, reference
-from octavo.tests.kernels.cases import Batch, assert_close, error, naive_attention
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(params=["cpu", "triton"])
-def attend(request, monkeypatch):
-    """Run a batch; returns (out, lse or None)."""
-    device = "cpu"
-    if request.param == "triton":
-        monkeypatch.setattr(ops.attention, "_paged_attention", ops.attention._triton_attention)
-        device = DEVICE
-
-    def run(batch: Batch, return_lse: bool = True):
-        if request.param == "triton" and device == "cpu":
-            watch = request.getfixturevalue("watch")
-            for cache in (batch.k_cache, batch.v_cache):
-                unused = ~batch.used[:, :, None, None]
-                watch.poison(cache, unused.expand(cache.shape))
-        tensors = (batch.q, batch.k_cache, batch.v_cache)
-        arguments = {
-            name: x.to(device) if isinstance(x, torch.Tensor) else x
-            for name, x in batch.arguments.items()
-        }
-        out = torch.full(
-            (*batch.q.shape[:2], batch.v_cache.shape[3]),
-            float("nan"),
-            dtype=batch.dtype,
-            device=device,
-        )
-        result = kernels.paged_attention(
-            *(t.to(device) for t in tensors), **arguments, out=out, return_lse=return_lse
-        )
-        return tuple(t.cpu() for t in result) if return_lse else (result.cpu(), None)
-
-    return run
-
-
-def check_batch(attend, batch: Batch, return_lse: bool = True) -> None:
-    out, lse = attend(batch, return_lse)
-    exact_out, exact_lse = reference.paged_attention(
-        batch.q, batch.k_cache, batch.v_cache, **batch.index, **batch.options
-    )
-    naive_out, naive_lse = naive_attention(batch)
-    assert_close(out, exact_out, naive_out)
-    if lse is not None:
-        assert_close(lse, exact_lse, naive_lse)
+from octavo.kernels import reference
+from octavo.tests.kernels.attending import DEVICE, check_batch
+from octavo.tests.kernels.cases import Batch, error, random_tree
 
 
 def check_plan(batch: Batch, plan) -> None:
@@ -241,19 +196,6 @@ def test_every_decode_plan_gives_the_same_answer(num_splits, tile_kv, options) -
     batch = Batch(**DECODE, options=options)
     plan = DecodePlan(tile_kv=tile_kv, num_splits=num_splits, num_warps=4, num_stages=2)
     check_plan(batch, plan)
-
-
-def random_tree(batch: Batch) -> torch.Tensor:
-    """A branching draft per sequence: each new token sees its ancestors and itself."""
-    tree = torch.zeros(batch.q.shape[0], max(batch.query_lens), dtype=torch.bool)
-    starts = batch.query_start_loc.tolist()
-    for start, query_len in zip(starts, batch.query_lens, strict=False):
-        for i in range(query_len):
-            if i:
-                parent = int(torch.randint(i, ()))
-                tree[start + i] = tree[start + parent]
-            tree[start + i, i] = True
-    return tree
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

@@ -1,0 +1,59 @@
+"""Running a paged batch on every implementation of attention, and holding the result against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from octavo import kernels
+from octavo.kernels import ops, reference
+from octavo.tests.kernels.cases import Batch, assert_close, naive_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def attend_with(implementation: str, monkeypatch, watch=None) -> Attend:
+    """A function that runs a batch on the CPU's version or on Triton's and returns (out, lse or None).
+
+    The output starts as NaN, and under the interpreter the slots that no query sees may not be read.
+    """
+    device = "cpu"
+    if implementation == "triton":
+        monkeypatch.setattr(ops.attention, "_paged_attention", ops.attention._triton_attention)
+        monkeypatch.setattr(ops.attention, "_cascade_attention", ops.attention._triton_cascade)
+        device = DEVICE
+
+    def run(batch: Batch, return_lse: bool = True, **more: Any):
+        if watch is not None:
+            for cache in (batch.k_cache, batch.v_cache):
+                watch.poison(cache, (~batch.used[:, :, None, None]).expand(cache.shape))
+        arguments = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x
+            for name, x in {**batch.arguments, **more}.items()
+        }
+        shape = (*batch.q.shape[:2], batch.v_cache.shape[3])
+        out = torch.full(shape, float("nan"), dtype=batch.dtype, device=device)
+        result = getattr(kernels, batch.op)(
+            *(x.to(device) for x in (batch.q, batch.k_cache, batch.v_cache)),
+            **arguments,
+            out=out,
+            return_lse=return_lse,
+        )
+        return tuple(x.cpu() for x in result) if return_lse else (result.cpu(), None)
+
+    return run
+
+
+def check_batch(attend: Attend, batch: Batch, return_lse: bool = True, **more: Any) -> None:
+    """The result is no further from the oracle than torch's own computation allows."""
+    out, lse = attend(batch, return_lse, **more)
+    exact_out, exact_lse = getattr(reference, batch.op)(
+        batch.q, batch.k_cache, batch.v_cache, **batch.index, **batch.options
+    )
+    naive_out, naive_lse = naive_attention(batch)
+    assert_close(out, exact_out, naive_out)
+    if lse is not None:
+        assert_close(lse, exact_lse, naive_lse)
