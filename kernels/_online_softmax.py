@@ -106,6 +106,10 @@ def dequantised(x, dtype: tl.constexpr):
     if x.dtype == tl.uint8:
         bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
         return bits.to(tl.float16, bitcast=True).to(dtype)
+    if x.dtype == tl.int8:
+        # 0x6400 with the number n + 128 in its lower bits is the fp16 number 1024 + n + 128: cheaper than a conversion
+        bits = x.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
+        return (bits.to(tl.float16, bitcast=True) - 1152.0).to(dtype)
     return x.to(dtype)
 
 

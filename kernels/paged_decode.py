@@ -272,21 +272,27 @@ def plan_paged_decode(
 ) -> DecodePlan:
     """Launch choices from shapes and the longest possible sequence, never from actual lengths.
 
+        rows (queries * group)      head size <= 64     <= 128      > 128
+        one query, <= 16            1 warp, 64 tokens   1, 32       4, 32 (16 quantised)
+        else rows * size <= 4096    4, 32               4, 32       4, 32 (16 quantised)
+        else                        8, 32               8, 32       8, 32 (16 from 128 rows on)
+
     One warp per program keeps a whole row of scores in one warp: compiled for sm_90 it needs 2 barriers per tile
-    against 6 to 9 with four warps, where the row's maximum and sum cross warps. Rows above 16 or heads above 128
-    would spill a single warp's registers, so they take four.
+    against 6 to 9 with four warps, where the row's maximum and sum cross warps. More than 16 rows, a place of its own
+    for each row (several queries) or larger heads would spill a single warp's registers.
 
     Splits: as many as fill the GPU (8 small programs fit on a multiprocessor, and cover its memory latency), but at
     least 4 tiles each, below which the merge costs more than the parallelism brings. One split writes the result
     itself. With `batch_invariant` the length of a split is fixed instead of their number, so that where a sequence is
     cut, and with it the order of its sums, depends on nothing else in the batch.
     """
-    one_warp = num_queries * group <= 16 and head_size <= 128
-    tile_kv = 64 if head_size <= 64 and one_warp else 32
-    if quantised:  # the converted numbers take registers of their own
-        tile_kv = 32 if head_size <= 128 else 16
+    rows = padded(num_queries * group)
     num_stages = 3 if head_size <= 64 else 2
-    num_warps = 1 if one_warp else 4
+    if num_queries == 1 and rows == 16 and head_size <= 128:
+        tile_kv, num_warps = (64 if head_size <= 64 else 32), 1
+    else:
+        tile_kv = 16 if (quantised and head_size > 128) or (rows >= 128 and head_size > 64) else 32
+        num_warps = 4 if rows * head_size <= 4096 else 8
     if batch_invariant:
         num_splits = max(1, -(-max_seq_len // INVARIANT_SPLIT))
         return DecodePlan(tile_kv, num_splits, num_warps, num_stages, INVARIANT_SPLIT)

@@ -60,6 +60,7 @@ def window(shape: Shape, num_tokens: int) -> dict[str, Any]:
 
 def all_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
     return {
+        "attention_chunk": 2 * WINDOW,
         "window": WINDOW,
         "softcap": 30.0,
         "alibi_slopes": torch.empty(shape.num_q_heads),
@@ -70,6 +71,26 @@ def all_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
 
 def not_causal(shape: Shape, num_tokens: int) -> dict[str, Any]:
     return {"causal": False}
+
+
+def fp8(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    """e4m3 with a scale per head. Its bits where the target has no conversion: see `_operands`."""
+    pool = _pool(shape).to(torch.float8_e4m3fn)
+    scale = torch.empty(shape.num_kv_heads)
+    return {"k_cache": pool[:, 1, 0], "v_cache": pool[:, 1, 1], "k_scale": scale, "v_scale": scale}
+
+
+def int8(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    caches = {"k_cache": _pool(shape).to(torch.int8)[:, 1, 0]}
+    return {**fp8(shape, num_tokens), **caches, "v_cache": caches["k_cache"]}
+
+
+def fp8_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {**fp8(shape, num_tokens), **all_options(shape, num_tokens)}
+
+
+def int8_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
+    return {**int8(shape, num_tokens), **all_options(shape, num_tokens)}
 
 
 def drafts(shape: Shape, num_tokens: int) -> dict[str, Any]:
@@ -88,19 +109,27 @@ DECODES = {
     "window": Batch(1, 1, window),
     "options": Batch(64, 1, all_options),
     "drafts": Batch(16, 4, drafts),
+    "fp8": Batch(1, 1, fp8),
+    "int8": Batch(1, 1, int8),
+    "fp8-options": Batch(64, 1, fp8_options),
+    "int8-options": Batch(64, 1, int8_options),
 }
 PREFILLS = {
     "plain": Batch(2, 32, no_options),
     "full": Batch(2, 32, not_causal),
     "window": Batch(2, 32, window),
     "options": Batch(2, 32, all_options),
+    "fp8": Batch(2, 32, fp8),
+    "int8": Batch(2, 32, int8),
+    "fp8-options": Batch(2, 32, fp8_options),
+    "int8-options": Batch(2, 32, int8_options),
 }
 
 
-def _operands(shape: Shape, batch: Batch) -> dict[str, Any]:
+def _operands(shape: Shape, batch: Batch, target: str) -> dict[str, Any]:
     num_tokens = batch.num_seqs * batch.query_len
     pool = _pool(shape)
-    return {
+    operands = {
         "q": _bf16(num_tokens, shape.num_q_heads, shape.head_size),
         "k_cache": pool[:, 1, 0],
         "v_cache": pool[:, 1, 1],
@@ -110,11 +139,17 @@ def _operands(shape: Shape, batch: Batch) -> dict[str, Any]:
         "scale": shape.head_size**-0.5,
         **batch.options(shape, num_tokens),
     }
+    if target in ("sm_80", "gfx942"):  # as the wrappers do on a device: `_checks.converts_e4m3`
+        for cache in ("k_cache", "v_cache"):
+            if operands[cache].dtype == torch.float8_e4m3fn:
+                operands[cache] = operands[cache].view(torch.uint8)
+    return operands
 
 
-def _decode(shape: Shape, batch: Batch) -> None:
+def _decode(shape: Shape, batch: Batch, target: str) -> None:
     from ..paged_decode import paged_decode, plan_paged_decode
 
+    operands = _operands(shape, batch, target)
     plan = plan_paged_decode(
         num_seqs=batch.num_seqs,
         num_kv_heads=shape.num_kv_heads,
@@ -123,22 +158,26 @@ def _decode(shape: Shape, batch: Batch) -> None:
         max_seq_len=MAX_SEQ_LEN,
         num_sms=NUM_SMS,
         num_queries=batch.query_len,
+        quantised=operands["k_cache"].dtype != operands["q"].dtype,
     )
-    paged_decode(**_operands(shape, batch), plan=plan)
+    paged_decode(**operands, plan=plan)
 
 
 def _prefill(shape: Shape, batch: Batch, target: str) -> None:
     from ..paged_prefill import paged_prefill, plan_paged_prefill
 
+    operands = _operands(shape, batch, target)
     plan = plan_paged_prefill(
         group=shape.group,
         head_size=shape.head_size,
         element_size=2,
         warpgroup_mma=target == "sm_90",
+        quantised=operands["k_cache"].dtype != operands["q"].dtype,
+        warp_size=64 if target == "gfx942" else 32,
     )
     starts = torch.arange(batch.num_seqs + 1, dtype=torch.int32) * batch.query_len
     paged_prefill(
-        **_operands(shape, batch),
+        **operands,
         query_start_loc=starts,
         max_query_len=batch.query_len,
         plan=plan,
@@ -194,7 +233,28 @@ def _swap_blocks(shape: Shape) -> None:
     swap_blocks(_pool(shape), _pool(shape), pairs, plan=SwapPlan(by_kernel=True))
 
 
+def _cascade_attention(shape: Shape) -> None:
+    from ..cascade import cascade_attention
+
+    pool, q = _pool(shape), _bf16(64, shape.num_q_heads, shape.head_size)
+    cascade_attention(
+        q,
+        pool[:, 1, 0],
+        pool[:, 1, 1],
+        prefix_block_ids=torch.zeros(32, dtype=torch.int32),
+        query_start_loc=torch.arange(65, dtype=torch.int32),
+        seq_lens=torch.full((64,), MAX_SEQ_LEN, dtype=torch.int32),
+        block_tables=torch.zeros(64, MAX_SEQ_LEN // BLOCK_SIZE, dtype=torch.int32),
+        max_query_len=1,
+        max_seq_len=MAX_SEQ_LEN,
+        num_decodes=64,
+        scale=shape.head_size**-0.5,
+        out=torch.empty_like(q),
+    )
+
+
 LAYERS = {
+    "cascade_attention": _cascade_attention,
     "rms_norm": _rms_norm,
     "silu_and_mul": _silu_and_mul,
     "rotary_embedding": _rotary_embedding,
@@ -222,7 +282,7 @@ def _new_qkv(shape: Shape) -> tuple[torch.Tensor, ...]:
 # name -> what launches it, given the target
 CASES: dict[str, Callable[[str], None]] = {
     **{
-        f"decode-{name}-{variant}": lambda _, s=shape, b=batch: _decode(s, b)
+        f"decode-{name}-{variant}": lambda target, s=shape, b=batch: _decode(s, b, target)
         for variant, batch in DECODES.items()
         for name, shape in SHAPES.items()
     },

@@ -23,6 +23,13 @@ from octavo.kernels.report.table import Row
 ATTENTION = [
     *(f"decode-{shape}-{variant}" for shape in SHAPES for variant in ("split", "options")),
     *(f"prefill-{shape}-{variant}" for shape in SHAPES for variant in ("plain", "options")),
+    *(f"{kernel}-{shape}-fp8" for kernel in ("decode", "prefill") for shape in SHAPES),
+    *(f"decode-{shape}-drafts" for shape in SHAPES),
+    "decode-d128-int8",
+    "decode-d64-int8-options",
+    "decode-d256-fp8-options",
+    "prefill-d128-int8-options",
+    "prefill-d256-fp8-options",
     "decode-d128-whole",
     "prefill-d128-full",
 ]
@@ -47,13 +54,13 @@ class Budgets:
 
 BUDGETS = {
     "default": Budgets(
-        per_token={"decode-d64": 15, "decode-d128": 22},
+        per_token={"decode-d64": 15, "decode-d128": 22, "decode-d128-fp8": 30},
         barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 7},
         window=1.35,
         spills={("sm_100", "prefill-d256-plain"): 32},  # outside the tile loops
     ),
     "3.6": Budgets(
-        per_token={"decode-d64": 24, "decode-d128": 33},
+        per_token={"decode-d64": 24, "decode-d128": 33, "decode-d128-fp8": 49},
         barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 9},
         window=1.35,
         spills={("sm_100", "prefill-d256-plain"): 40, ("gfx942", "prefill-d256-options"): 84},
@@ -84,10 +91,13 @@ def faults(rows: Sequence[Row], budgets: Budgets) -> list[str]:
     if rows[0].target != "sm_90":
         return found
     for case, most in budgets.per_token.items():
-        split = codes[f"{case}-split"].instructions_per_token or 0
-        windowed = codes[f"{case}-window"].instructions_per_token or 0
+        code = codes[case] if case in codes else codes[f"{case}-split"]
+        split = code.instructions_per_token or 0
         if not 0 < split <= most:
             found.append(f"{case}: {split} instructions per token")
+        if f"{case}-window" not in codes:
+            continue
+        windowed = codes[f"{case}-window"].instructions_per_token or 0
         if not 0 < windowed <= budgets.window * split:
             found.append(
                 f"{case}: {windowed} instructions per token with the window on, {split} off"
