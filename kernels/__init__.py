@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .ops import (
         copy_blocks,
         fused_add_rms_norm,
+        gelu_and_mul,
         merge_attention_states,
         paged_attention,
         reshape_and_cache,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "copy_blocks",
     "fused_add_rms_norm",
+    "gelu_and_mul",
     "merge_attention_states",
     "paged_attention",
     "reshape_and_cache",

@@ -113,18 +113,18 @@ def swap_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
         dst_pool[destination] = src_pool[source]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    x = x.double()
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.double()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; with `unit_offset`, times 1 + weight."""
+    x, weight = x.double(), weight.double() + (1.0 if unit_offset else 0.0)
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     total = x.double() + residual.double()
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, unit_offset), total
 
 
 def rotary_embedding(
@@ -148,3 +148,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis of `x` is (gate | up)."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up, where the last axis of `x` is (gate | up)."""
+    gate, up = x.double().chunk(2, dim=-1)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + torch.tanh(inner)) * up
+    return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up

@@ -2,11 +2,12 @@
 
 from .attention import merge_attention_states, paged_attention
 from .cache import copy_blocks, reshape_and_cache, swap_blocks
-from .layers import fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
+from .layers import fused_add_rms_norm, gelu_and_mul, rms_norm, rotary_embedding, silu_and_mul
 
 __all__ = [
     "copy_blocks",
     "fused_add_rms_norm",
+    "gelu_and_mul",
     "merge_attention_states",
     "paged_attention",
     "reshape_and_cache",

@@ -5,22 +5,29 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .._checks import check_gate_up, check_norm, check_rotary
+from .._checks import check_approximate, check_gate_up, check_norm, check_rotary
 
 Tensor = torch.Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     check_norm(x, None, weight)
-    return F.rms_norm(x, weight.shape, weight, eps).contiguous()
+    return _normed(x, weight, eps, unit_offset).contiguous()
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     check_norm(x, residual, weight)
     total = (x + residual).contiguous()
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return _normed(total, weight, eps, unit_offset), total
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    if not unit_offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # 1 + weight in fp32: a small weight beside 1 has few bits left in 16
+    return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def rotary_embedding(
@@ -45,3 +52,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     check_gate_up(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate.float()).mul_(up).to(x.dtype).contiguous()
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    check_gate_up(x)
+    check_approximate(approximate)
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate=approximate).mul_(up).to(x.dtype).contiguous()

@@ -220,6 +220,19 @@ def _layer_ops(shape: str) -> None:
     merge_attention_states(q, lse, q, lse)
 
 
+def _extra_layer_ops(shape: str) -> None:
+    from octavo.kernels.activation import gelu_and_mul
+    from octavo.kernels.norm import fused_add_rms_norm
+
+    num_q_heads, _, head_size = SHAPES[shape]
+    num_tokens, hidden = 32, num_q_heads * head_size
+    x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+    gate_up = torch.empty(num_tokens, 6 * hidden, dtype=torch.bfloat16)
+    for approximate in ("none", "tanh"):
+        gelu_and_mul(gate_up, approximate)
+    fused_add_rms_norm(x, x, torch.empty(hidden, dtype=torch.bfloat16), 1e-5, True)
+
+
 def _copies() -> None:
     from octavo.kernels.block_copy import copy_blocks
     from octavo.kernels.block_swap import SwapPlan, swap_blocks
@@ -241,6 +254,7 @@ CASES = {
         for s in SHAPES
     },
     **{f"layer-{s}": lambda _, s=s: _layer_ops(s) for s in SHAPES if s != "d256"},
+    **{f"layer-extra-{s}": lambda _, s=s: _extra_layer_ops(s) for s in SHAPES if s != "d256"},
     "copies": lambda _: _copies(),
 }
 

@@ -56,6 +56,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
             True,
         ),
         "silu_and_mul": (x,),
+        "gelu_and_mul": (x, "tanh"),
     }
 
 
@@ -213,6 +214,7 @@ BAD_ARGUMENTS = {
     "residual: expected": ("fused_add_rms_norm", (X, X[:2], torch.ones(8), 1e-5)),
     "positions: expected int64": ("rotary_embedding", (SLOTS.int(), X, X, torch.zeros(9, 8))),
     "cos_sin: expected an even width": ("rotary_embedding", (SLOTS, X, X, torch.zeros(9, 10))),
+    'approximate: expected "none" or "tanh"': ("gelu_and_mul", (X, "sigmoid")),
     "x: expected an even last axis": ("silu_and_mul", (torch.zeros(2, 3),)),
     "x: expected float32|float16|bfloat16": ("silu_and_mul", (torch.zeros(2, 4).double(),)),
     "lse_b: expected float32": ("merge_attention_states", (X, X[..., 0], X, X[..., 0].double())),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.kernels.activation import plan_silu_and_mul
+from octavo.kernels.activation import plan_gate_and_mul
 from octavo.kernels.block_copy import plan_copy_blocks
 from octavo.kernels.block_swap import plan_swap_blocks
 from octavo.kernels.cache_write import plan_reshape_and_cache
@@ -89,6 +89,6 @@ def test_row_ops_have_whole_warps(size) -> None:
         assert is_power_of_two(norm.rows) and is_power_of_two(norm.num_warps)
     merge = plan_merge_attention_states(head_size=size)
     assert is_power_of_two(merge.rows)
-    activation = plan_silu_and_mul(size=size)
+    activation = plan_gate_and_mul(size=size)
     assert is_power_of_two(activation.tile) and is_power_of_two(activation.num_warps)
     assert is_power_of_two(plan_rotary_embedding(num_q_heads=9, rotary_size=size).num_warps)
