@@ -144,6 +144,23 @@ def rotary_embedding(
     return rotated
 
 
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool = True,
+) -> Tensor:
+    """A rotated copy of `q`; the rotated `k`, and `v`, are written to the caches."""
+    q, k = rotary_embedding(positions, q, k, cos_sin, is_neox)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis of `x` is (gate | up)."""
     gate, up = x.double().chunk(2, dim=-1)

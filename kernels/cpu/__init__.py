@@ -2,7 +2,14 @@
 
 from .attention import merge_attention_states, paged_attention
 from .cache import copy_blocks, reshape_and_cache, swap_blocks
-from .layers import fused_add_rms_norm, gelu_and_mul, rms_norm, rotary_embedding, silu_and_mul
+from .layers import (
+    fused_add_rms_norm,
+    gelu_and_mul,
+    rms_norm,
+    rope_and_cache,
+    rotary_embedding,
+    silu_and_mul,
+)
 
 __all__ = [
     "copy_blocks",
@@ -12,6 +19,7 @@ __all__ = [
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
+    "rope_and_cache",
     "rotary_embedding",
     "silu_and_mul",
     "swap_blocks",

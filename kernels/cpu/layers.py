@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .._checks import check_approximate, check_gate_up, check_norm, check_rotary
+from .._checks import (
+    check_approximate,
+    check_gate_up,
+    check_key_value,
+    check_norm,
+    check_rotary,
+)
+from .cache import reshape_and_cache
 
 Tensor = torch.Tensor
 
@@ -34,18 +41,42 @@ def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, is_neox: bool
 ) -> None:
     check_rotary(positions, q, k, cos_sin)
-    rotary_size = cos_sin.shape[1]
-    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(
-        2, dim=-1
-    )  # [T, 1, rotary_size / 2]
-    for x in (q, k):
-        x = x[..., :rotary_size]
-        a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
-        # products in fp32, whatever the dtype of x
-        first = (a * cos).addcmul_(b, sin, value=-1)
-        second = (b * cos).addcmul_(a, sin)
-        a.copy_(first)
-        b.copy_(second)
+    angles = cos_sin.index_select(0, positions)
+    _rotate(q, angles, is_neox)
+    _rotate(k, angles, is_neox)
+
+
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool,
+) -> None:
+    check_rotary(positions, q, k, cos_sin)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    angles = cos_sin.index_select(0, positions)
+    _rotate(q, angles, is_neox)
+    num_slots = slot_mapping.shape[0]
+    k = k[:num_slots].clone()
+    _rotate(k, angles[:num_slots], is_neox)
+    reshape_and_cache(k, v[:num_slots], k_cache, v_cache, slot_mapping)
+
+
+def _rotate(x: Tensor, angles: Tensor, is_neox: bool) -> None:
+    """Rotate x [T, heads, head_size] in place by angles [T, rotary_size]: cosines, then sines."""
+    cos, sin = angles[:, None].chunk(2, dim=-1)  # [T, 1, rotary_size / 2]
+    x = x[..., : angles.shape[1]]
+    a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
+    # products in fp32, whatever the dtype of x
+    first = (a * cos).addcmul_(b, sin, value=-1)
+    second = (b * cos).addcmul_(a, sin)
+    a.copy_(first)
+    b.copy_(second)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -12,7 +12,14 @@ entries live on the device and are not checked, for that would wait for the devi
 
 from .attention import merge_attention_states, paged_attention
 from .cache import copy_blocks, reshape_and_cache, swap_blocks
-from .layers import fused_add_rms_norm, gelu_and_mul, rms_norm, rotary_embedding, silu_and_mul
+from .layers import (
+    fused_add_rms_norm,
+    gelu_and_mul,
+    rms_norm,
+    rope_and_cache,
+    rotary_embedding,
+    silu_and_mul,
+)
 
 __all__ = [
     "copy_blocks",
@@ -22,6 +29,7 @@ __all__ = [
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
+    "rope_and_cache",
     "rotary_embedding",
     "silu_and_mul",
     "swap_blocks",

@@ -68,6 +68,34 @@ def rotary_embedding(
     _rotary_embedding(positions, q, k, cos_sin, is_neox)
 
 
+_rope_and_cache = register(
+    "rope_and_cache",
+    "(Tensor positions, Tensor(a!) q, Tensor k, Tensor v, Tensor cos_sin, Tensor(b!) k_cache,"
+    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox) -> ()",
+    triton_op(".rotary_cache_write", "rope_and_cache"),
+    no_result,
+)
+
+
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """`rotary_embedding` and `reshape_and_cache` in one launch, but for `k`: rotated on its way to the cache only.
+
+    Arguments as in those two. A token whose slot is negative, or that is past the end of `slot_mapping`, has its
+    queries rotated and nothing written.
+    """
+    _rope_and_cache(positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox)
+
+
 _silu_and_mul = register(
     "silu_and_mul",
     "(Tensor x) -> Tensor",

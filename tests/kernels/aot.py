@@ -223,14 +223,22 @@ def _layer_ops(shape: str) -> None:
 def _extra_layer_ops(shape: str) -> None:
     from octavo.kernels.activation import gelu_and_mul
     from octavo.kernels.norm import fused_add_rms_norm
+    from octavo.kernels.rotary_cache_write import rope_and_cache
 
-    num_q_heads, _, head_size = SHAPES[shape]
+    num_q_heads, num_kv_heads, head_size = SHAPES[shape]
     num_tokens, hidden = 32, num_q_heads * head_size
     x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
     gate_up = torch.empty(num_tokens, 6 * hidden, dtype=torch.bfloat16)
     for approximate in ("none", "tanh"):
         gelu_and_mul(gate_up, approximate)
     fused_add_rms_norm(x, x, torch.empty(hidden, dtype=torch.bfloat16), 1e-5, True)
+    qkv = torch.empty(num_tokens, num_q_heads + 2 * num_kv_heads, head_size, dtype=torch.bfloat16)
+    q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    pool = torch.empty(8, 2, 2, 16, num_kv_heads, head_size, dtype=torch.bfloat16)
+    positions = torch.arange(num_tokens)
+    for rotary_size, is_neox in ((head_size, True), (head_size // 2, False)):
+        cos_sin, caches = torch.empty(4096, rotary_size), (pool[:, 1, 0], pool[:, 1, 1])
+        rope_and_cache(positions, q, k, v, cos_sin, *caches, positions, is_neox)
 
 
 def _copies() -> None:

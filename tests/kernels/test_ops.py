@@ -55,6 +55,17 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
             torch.randn(9, 8),
             True,
         ),
+        "rope_and_cache": (
+            torch.arange(4),
+            torch.randn(4, 3, 8),
+            torch.randn(4, 1, 8),
+            torch.randn(4, 1, 8),
+            torch.randn(9, 8),
+            torch.zeros(3, 4, 1, 8),
+            torch.zeros(3, 4, 1, 8),
+            torch.tensor([3, -1, 7]),
+            True,
+        ),
         "silu_and_mul": (x,),
         "gelu_and_mul": (x, "tanh"),
     }
@@ -215,6 +226,18 @@ BAD_ARGUMENTS = {
     "positions: expected int64": ("rotary_embedding", (SLOTS.int(), X, X, torch.zeros(9, 8))),
     "cos_sin: expected an even width": ("rotary_embedding", (SLOTS, X, X, torch.zeros(9, 10))),
     'approximate: expected "none" or "tanh"': ("gelu_and_mul", (X, "sigmoid")),
+    "q: expected float32|float16|bfloat16": (
+        "rope_and_cache",
+        (SLOTS, X.double(), X, X, torch.zeros(9, 8), CACHE, CACHE, SLOTS),
+    ),
+    "cos_sin: expected float32": (
+        "rope_and_cache",
+        (SLOTS, X, X, X, torch.zeros(9, 8).half(), CACHE, CACHE, SLOTS),
+    ),
+    "v_cache: expected": (
+        "rope_and_cache",
+        (SLOTS, X, X, X, torch.zeros(9, 8), CACHE, CACHE[:, :2], SLOTS),
+    ),
     "x: expected an even last axis": ("silu_and_mul", (torch.zeros(2, 3),)),
     "x: expected float32|float16|bfloat16": ("silu_and_mul", (torch.zeros(2, 4).double(),)),
     "lse_b: expected float32": ("merge_attention_states", (X, X[..., 0], X, X[..., 0].double())),

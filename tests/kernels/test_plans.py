@@ -13,6 +13,7 @@ from octavo.kernels.norm import plan_rms_norm
 from octavo.kernels.paged_decode import plan_paged_decode
 from octavo.kernels.paged_prefill import plan_paged_prefill
 from octavo.kernels.rotary import plan_rotary_embedding
+from octavo.kernels.rotary_cache_write import plan_rope_and_cache
 
 
 def is_power_of_two(n: int) -> bool:
@@ -92,3 +93,5 @@ def test_row_ops_have_whole_warps(size) -> None:
     activation = plan_gate_and_mul(size=size)
     assert is_power_of_two(activation.tile) and is_power_of_two(activation.num_warps)
     assert is_power_of_two(plan_rotary_embedding(num_q_heads=9, rotary_size=size).num_warps)
+    fused = plan_rope_and_cache(num_q_heads=9, num_kv_heads=3, head_size=size)
+    assert is_power_of_two(fused.num_warps)
