@@ -174,3 +174,42 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
     return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
+
+
+def group_by_adapter(adapter_ids: Tensor, num_adapters: int) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their adapters, those without one first, and where each adapter's begin."""
+    ids = adapter_ids.tolist()
+    order = [
+        token
+        for adapter in (-1, *range(num_adapters))
+        for token, i in enumerate(ids)
+        if max(i, -1) == adapter
+    ]
+    starts = [sum(i < adapter for i in ids) for adapter in range(num_adapters + 1)]
+    return torch.tensor(order, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
+
+
+def lora_shrink(
+    x: Tensor, a: Tensor, ranks: Tensor, token_order: Tensor, adapter_starts: Tensor, scale: float
+) -> Tensor:
+    """[T, max_rank]; NaN where no adapter, or no part of it, says what is there."""
+    y = torch.full((x.shape[0], a.shape[1]), math.nan, dtype=torch.float64)
+    order, starts = token_order.tolist(), adapter_starts.tolist()
+    for adapter, rank in enumerate(ranks.tolist()):
+        for token in order[starts[adapter] : starts[adapter + 1]]:
+            for i in range(rank):
+                y[token, i] = scale * (a[adapter, i].double() @ x[token].double())
+    return y
+
+
+def lora_expand(
+    y: Tensor, b: Tensor, ranks: Tensor, token_order: Tensor, adapter_starts: Tensor, out: Tensor
+) -> Tensor:
+    """`out` with the adapters' part added, a copy."""
+    out = out.double().clone()
+    order, starts = token_order.tolist(), adapter_starts.tolist()
+    for adapter, rank in enumerate(ranks.tolist()):
+        for token in order[starts[adapter] : starts[adapter + 1]]:
+            for i in range(rank):
+                out[token] += b[adapter, :, i].double() * y[token, i].double()
+    return out

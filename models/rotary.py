@@ -34,7 +34,7 @@ def rotary_table(
     Raises ValueError on a type of scaling that is not known, or whose parameters are missing.
     """
     if num_positions is None:
-        num_positions = config.max_position_embeddings
+        num_positions = int(config.max_position_embeddings)
     frequencies, attention_factor = rotary_frequencies(config, num_positions, layer_type)
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)

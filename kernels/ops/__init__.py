@@ -20,11 +20,19 @@ from .layers import (
     rotary_embedding,
     silu_and_mul,
 )
+from .lora import (
+    group_by_adapter,
+    lora_expand,
+    lora_shrink,
+)
 
 __all__ = [
     "copy_blocks",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "group_by_adapter",
+    "lora_expand",
+    "lora_shrink",
     "merge_attention_states",
     "paged_attention",
     "reshape_and_cache",

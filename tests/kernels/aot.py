@@ -239,6 +239,20 @@ def _extra_layer_ops(shape: str) -> None:
     for rotary_size, is_neox in ((head_size, True), (head_size // 2, False)):
         cos_sin, caches = torch.empty(4096, rotary_size), (pool[:, 1, 0], pool[:, 1, 1])
         rope_and_cache(positions, q, k, v, cos_sin, *caches, positions, is_neox)
+    for num_tokens in (32, 2048):
+        _lora(num_tokens, hidden)
+
+
+def _lora(num_tokens: int, hidden: int) -> None:
+    from octavo.kernels.lora import lora_expand, lora_shrink
+
+    num_adapters, max_rank, dtype = 8, 64, torch.bfloat16
+    x, out = torch.empty(2, num_tokens, 3 * hidden, dtype=dtype)
+    a = torch.empty(num_adapters, max_rank, 3 * hidden, dtype=dtype)
+    ranks, order = (torch.zeros(size, dtype=torch.int32) for size in (num_adapters, num_tokens))
+    starts = torch.zeros(num_adapters + 1, dtype=torch.int32)
+    y = lora_shrink(x, a, ranks, order, starts, 1.0)
+    lora_expand(y, a.transpose(1, 2).contiguous(), ranks, order, starts, out)
 
 
 def _copies() -> None:

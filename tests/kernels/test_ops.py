@@ -22,6 +22,8 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
     batch = Batch(**BATCH)
     state = torch.randn(4, 2, 8), torch.randn(4, 2)
     x, weight = torch.randn(4, 16), torch.randn(16)
+    adapter_ids = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    adapters = (torch.tensor([3, 3], dtype=torch.int32), *kernels.group_by_adapter(adapter_ids, 2))
     index = (batch.query_start_loc, batch.seq_lens_tensor, batch.block_tables)
     out, lse = torch.zeros(25, 3, 32), torch.zeros(25, 3)
     attention = (
@@ -65,6 +67,14 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
             torch.zeros(3, 4, 1, 8),
             torch.tensor([3, -1, 7]),
             True,
+        ),
+        "group_by_adapter": (adapter_ids, 2),
+        "lora_shrink": (x, torch.randn(2, 3, 16), *adapters, 0.5),
+        "lora_expand": (
+            torch.randn(4, 3),
+            torch.randn(2, 20, 3),
+            *adapters,
+            torch.randn(4, 60)[:, 20:40],
         ),
         "silu_and_mul": (x,),
         "gelu_and_mul": (x, "tanh"),
@@ -211,6 +221,7 @@ def test_heads_must_divide() -> None:
 
 
 X, CACHE, SLOTS = torch.randn(4, 2, 8), torch.zeros(3, 4, 2, 8), torch.arange(4)
+INDEX = SLOTS.int()
 BAD_ARGUMENTS = {
     "slot_mapping: expected int64": ("reshape_and_cache", (X, X, CACHE, CACHE, SLOTS.int())),
     "slot_mapping: expected at most 4": (
@@ -238,6 +249,12 @@ BAD_ARGUMENTS = {
         "rope_and_cache",
         (SLOTS, X, X, X, torch.zeros(9, 8), CACHE, CACHE[:, :2], SLOTS),
     ),
+    "adapter_ids: expected int32": ("group_by_adapter", (SLOTS, 2)),
+    "num_adapters: expected a number >= 0": ("group_by_adapter", (SLOTS.int(), -1)),
+    "a: expected": ("lora_shrink", (X[:, 0], X[..., :4], INDEX, INDEX, INDEX, 1.0)),
+    "adapter_starts: expected": ("lora_shrink", (X[:, 0], X, INDEX, INDEX, INDEX, 1.0)),
+    "token_order: expected": ("lora_expand", (X[:, 0], X, INDEX, INDEX[:3], INDEX, X[:, 0, :2])),
+    "out: expected float32": ("lora_expand", (X[:, 0], X, INDEX, INDEX, INDEX, X[:, 0])),
     "x: expected an even last axis": ("silu_and_mul", (torch.zeros(2, 3),)),
     "x: expected float32|float16|bfloat16": ("silu_and_mul", (torch.zeros(2, 4).double(),)),
     "lse_b: expected float32": ("merge_attention_states", (X, X[..., 0], X, X[..., 0].double())),

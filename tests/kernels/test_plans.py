@@ -8,6 +8,7 @@ from octavo.kernels.activation import plan_gate_and_mul
 from octavo.kernels.block_copy import plan_copy_blocks
 from octavo.kernels.block_swap import plan_swap_blocks
 from octavo.kernels.cache_write import plan_reshape_and_cache
+from octavo.kernels.lora import plan_lora
 from octavo.kernels.merge_states import plan_merge_attention_states
 from octavo.kernels.norm import plan_rms_norm
 from octavo.kernels.paged_decode import plan_paged_decode
@@ -95,3 +96,14 @@ def test_row_ops_have_whole_warps(size) -> None:
     assert is_power_of_two(plan_rotary_embedding(num_q_heads=9, rotary_size=size).num_warps)
     fused = plan_rope_and_cache(num_q_heads=9, num_kv_heads=3, head_size=size)
     assert is_power_of_two(fused.num_warps)
+
+
+def test_adapter_tiles_depend_little_on_the_batch() -> None:
+    """Two tiles in all, and the order of additions along a row never changes: splits are the layer's."""
+    plans = {plan_lora(num_tokens=n, in_features=14336, element_size=2) for n in range(1, 2000)}
+    assert {plan.tokens for plan in plans} == {16, 64} and len(plans) == 2
+    assert {plan.num_splits for plan in plans} == {3}
+    for plan in plans:
+        # 16 is the least of each side that a matrix product takes
+        assert all(is_power_of_two(n) and n >= 16 for n in (plan.tile_in, plan.tile_rank))
+    assert plan_lora(num_tokens=1, in_features=576, element_size=2).num_splits == 1

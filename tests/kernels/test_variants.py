@@ -25,7 +25,17 @@ def rope_and_cache(num_tokens: int) -> None:
         rope_and_cache(positions, q, k, v, torch.empty(4096, 64), *caches, slots)
 
 
-LAUNCHES = (rope_and_cache,)
+def lora(num_tokens: int) -> None:
+    from octavo.kernels.lora import lora_expand, lora_shrink
+
+    x, out = torch.empty(num_tokens, 256), torch.empty(num_tokens, 256)
+    ranks, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    order = torch.zeros(num_tokens, dtype=torch.int32)
+    y = lora_shrink(x, torch.empty(4, 16, 256), ranks, order, starts, 1.0)
+    lora_expand(y, torch.empty(4, 256, 16), ranks, order, starts, out)
+
+
+LAUNCHES = (rope_and_cache, lora)
 
 
 def variants() -> dict[str, int]:
