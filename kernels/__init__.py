@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ops import (
+        apply_penalties,
+        apply_top_k_top_p_min_p,
         copy_blocks,
         fused_add_rms_norm,
         gelu_and_mul,
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
         rms_norm,
         rope_and_cache,
         rotary_embedding,
+        sample,
         silu_and_mul,
         swap_blocks,
     )
 
 __all__ = [
+    "apply_penalties",
+    "apply_top_k_top_p_min_p",
     "copy_blocks",
     "fused_add_rms_norm",
     "gelu_and_mul",
@@ -39,6 +44,7 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "rotary_embedding",
+    "sample",
     "silu_and_mul",
     "swap_blocks",
 ]

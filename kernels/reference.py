@@ -213,3 +213,94 @@ def lora_expand(
             for i in range(rank):
                 out[token] += b[adapter, :, i].double() * y[token, i].double()
     return out
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Penalised logits, a copy."""
+    out = logits.double().clone()
+    for row in range(out.shape[0]):
+        for token in range(out.shape[1]):
+            count = int(output_counts[row, token])
+            if count > 0 or prompt_mask[row, token]:
+                factor = float(repetition[row])
+                out[row, token] *= 1 / factor if out[row, token] > 0 else factor
+            if count > 0:
+                out[row, token] -= float(frequency[row]) * count + float(presence[row])
+    return out
+
+
+def kept_tokens(
+    logits: Tensor, top_k: int, top_p: float, min_p: float, temperature: float
+) -> list[int]:
+    """Token ids of one row that top-k, top-p and min-p allow, most likely first."""
+    values = logits.double().tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if 0 < top_k < len(order):
+        order = order[:top_k]
+    weights = [math.exp((values[token] - values[order[0]]) / temperature) for token in order]
+    if top_p < 1:
+        target, before, kept = top_p * math.fsum(weights), 0.0, 0
+        while kept < len(order) and (kept == 0 or before < target):
+            before += weights[kept]
+            kept += 1
+        order = order[:kept]
+    return [token for token, weight in zip(order, weights, strict=False) if weight >= min_p]
+
+
+def apply_top_k_top_p_min_p(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, temperatures: Tensor | None
+) -> Tensor:
+    """Logits with -inf where a token is not kept, a copy."""
+    out = logits.double().clone()
+    for row in range(out.shape[0]):
+        temperature = 1.0 if temperatures is None else float(temperatures[row])
+        if temperature > 0 and out[row].max().isfinite():
+            filters = int(top_k[row]), float(top_p[row]), float(min_p[row])
+            dropped = torch.ones(out.shape[1], dtype=torch.bool)
+            dropped[kept_tokens(logits[row], *filters, temperature)] = False
+            out[row, dropped] = -math.inf
+    return out
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x32-10: four random words of a counter of four and a key of two."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32) ^ b ^ first, q % 2**32, (p >> 32) ^ d ^ second, p % 2**32
+        first, second = (first + 0x9E3779B9) % 2**32, (second + 0xBB67AE85) % 2**32
+    return a, b, c, d
+
+
+def sampling_scores(logits: Tensor, temperature: float, seed: int, step: int) -> list[float]:
+    """What the draw of one row takes the largest of."""
+    values = logits.double().tolist()
+    key = seed % 2**32, (seed >> 32) % 2**32
+    scores = []
+    for token, value in enumerate(values):
+        counter = 1024 * (token // 4096) + token % 1024, 0, step % 2**32, (step >> 32) % 2**32
+        uniform = (philox(counter, key)[token // 1024 % 4] + 0.5) / 2**32
+        scores.append((value - max(values)) / temperature - math.log(-math.log1p(-uniform)))
+    return scores
+
+
+def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+    """One token id per row, the lowest of equals; -1 for a row that has no finite largest logit."""
+    token_ids = []
+    for row, temperature in enumerate(temperatures.tolist()):
+        values = logits[row].tolist()
+        if any(math.isnan(value) for value in values) or not math.isfinite(max(values)):
+            token_ids.append(-1)
+            continue
+        if temperature > 0:
+            values = sampling_scores(logits[row], temperature, int(seeds[row]), int(steps[row]))
+        token_ids.append(values.index(max(values)))
+    return torch.tensor(token_ids, dtype=torch.int64)

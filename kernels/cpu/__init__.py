@@ -15,8 +15,15 @@ from .lora import (
     lora_expand,
     lora_shrink,
 )
+from .sampling import (
+    apply_penalties,
+    apply_top_k_top_p_min_p,
+    sample,
+)
 
 __all__ = [
+    "apply_penalties",
+    "apply_top_k_top_p_min_p",
     "copy_blocks",
     "fused_add_rms_norm",
     "gelu_and_mul",
@@ -29,6 +36,7 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "rotary_embedding",
+    "sample",
     "silu_and_mul",
     "swap_blocks",
 ]

@@ -241,6 +241,8 @@ def _extra_layer_ops(shape: str) -> None:
         rope_and_cache(positions, q, k, v, cos_sin, *caches, positions, is_neox)
     for num_tokens in (32, 2048):
         _lora(num_tokens, hidden)
+    for dtype in (torch.float32, torch.bfloat16):
+        _sampling(dtype)
 
 
 def _lora(num_tokens: int, hidden: int) -> None:
@@ -253,6 +255,21 @@ def _lora(num_tokens: int, hidden: int) -> None:
     starts = torch.zeros(num_adapters + 1, dtype=torch.int32)
     y = lora_shrink(x, a, ranks, order, starts, 1.0)
     lora_expand(y, a.transpose(1, 2).contiguous(), ranks, order, starts, out)
+
+
+def _sampling(dtype: torch.dtype) -> None:
+    from octavo.kernels.penalties import apply_penalties
+    from octavo.kernels.sampling import sample
+    from octavo.kernels.top_k_top_p import apply_top_k_top_p_min_p
+
+    num_rows, vocab = 64, 128256
+    logits = torch.empty(num_rows, vocab, dtype=dtype)
+    column, seeds = torch.empty(num_rows), torch.arange(num_rows)
+    counts = torch.empty(num_rows, vocab, dtype=torch.int32)
+    apply_penalties(logits, counts > 0, counts, column, column, column)
+    for temperatures in (column, None):
+        apply_top_k_top_p_min_p(logits, seeds.int(), column, column, temperatures)
+    sample(logits, column, seeds, seeds)
 
 
 def _copies() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -76,6 +77,19 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
             *adapters,
             torch.randn(4, 60)[:, 20:40],
         ),
+        "apply_penalties": (
+            x,
+            x > 0,
+            torch.randint(0, 3, (4, 16), dtype=torch.int32),
+            *(0.5 + torch.rand(3, 4)),
+        ),
+        "apply_top_k_top_p_min_p": (
+            x,
+            torch.tensor([0, 3, 16, 1], dtype=torch.int32),
+            *torch.rand(2, 4),
+            torch.rand(4),
+        ),
+        "sample": (x, torch.tensor([0.0, 1.0, 0.5, 2.0]), torch.arange(4), torch.arange(4)),
         "silu_and_mul": (x,),
         "gelu_and_mul": (x, "tanh"),
     }
@@ -221,7 +235,7 @@ def test_heads_must_divide() -> None:
 
 
 X, CACHE, SLOTS = torch.randn(4, 2, 8), torch.zeros(3, 4, 2, 8), torch.arange(4)
-INDEX = SLOTS.int()
+INDEX, COLUMN = SLOTS.int(), torch.rand(4)
 BAD_ARGUMENTS = {
     "slot_mapping: expected int64": ("reshape_and_cache", (X, X, CACHE, CACHE, SLOTS.int())),
     "slot_mapping: expected at most 4": (
@@ -255,6 +269,26 @@ BAD_ARGUMENTS = {
     "adapter_starts: expected": ("lora_shrink", (X[:, 0], X, INDEX, INDEX, INDEX, 1.0)),
     "token_order: expected": ("lora_expand", (X[:, 0], X, INDEX, INDEX[:3], INDEX, X[:, 0, :2])),
     "out: expected float32": ("lora_expand", (X[:, 0], X, INDEX, INDEX, INDEX, X[:, 0])),
+    "prompt_mask: expected bool": (
+        "apply_penalties",
+        (X[:, 0], X[:, 0], INDEX, *(X[:, 0, 0],) * 3),
+    ),
+    "frequency: expected float32": (
+        "apply_penalties",
+        (X[:, 0], X[:, 0] > 0, X[:, 0].int(), COLUMN, COLUMN.half(), COLUMN),
+    ),
+    "top_k: expected int32": ("apply_top_k_top_p_min_p", (X[:, 0], SLOTS, COLUMN, COLUMN)),
+    "min_p: expected float32 [4]": (
+        "apply_top_k_top_p_min_p",
+        (X[:, 0], INDEX, COLUMN, COLUMN[:3]),
+    ),
+    "logits: expected": ("sample", (X, COLUMN, SLOTS, SLOTS)),
+    "logits: expected a vocabulary": ("sample", (X[:, 0, :0], COLUMN, SLOTS, SLOTS)),
+    "logits: expected a contiguous last axis": (
+        "sample",
+        (torch.zeros(8, 4).t(), COLUMN, SLOTS, SLOTS),
+    ),
+    "seeds: expected int64": ("sample", (X[:, 0], COLUMN, INDEX, SLOTS)),
     "x: expected an even last axis": ("silu_and_mul", (torch.zeros(2, 3),)),
     "x: expected float32|float16|bfloat16": ("silu_and_mul", (torch.zeros(2, 4).double(),)),
     "lse_b: expected float32": ("merge_attention_states", (X, X[..., 0], X, X[..., 0].double())),
@@ -264,7 +298,7 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("message", BAD_ARGUMENTS)
 def test_bad_arguments(message) -> None:
     name, arguments = BAD_ARGUMENTS[message]
-    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         getattr(kernels, name)(*arguments)
 
 

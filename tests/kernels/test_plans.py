@@ -13,8 +13,11 @@ from octavo.kernels.merge_states import plan_merge_attention_states
 from octavo.kernels.norm import plan_rms_norm
 from octavo.kernels.paged_decode import plan_paged_decode
 from octavo.kernels.paged_prefill import plan_paged_prefill
+from octavo.kernels.penalties import plan_apply_penalties
 from octavo.kernels.rotary import plan_rotary_embedding
 from octavo.kernels.rotary_cache_write import plan_rope_and_cache
+from octavo.kernels.sampling import plan_sample
+from octavo.kernels.top_k_top_p import plan_apply_top_k_top_p_min_p
 
 
 def is_power_of_two(n: int) -> bool:
@@ -107,3 +110,15 @@ def test_adapter_tiles_depend_little_on_the_batch() -> None:
         # 16 is the least of each side that a matrix product takes
         assert all(is_power_of_two(n) and n >= 16 for n in (plan.tile_in, plan.tile_rank))
     assert plan_lora(num_tokens=1, in_features=576, element_size=2).num_splits == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 32_000, 49_152, 128_256, 262_144])
+def test_sampling_tiles(vocab) -> None:
+    plans = (
+        plan_apply_penalties(vocab=vocab),
+        plan_apply_top_k_top_p_min_p(vocab=vocab),
+        plan_sample(vocab=vocab),
+    )
+    for plan in plans:
+        assert is_power_of_two(plan.tile) and is_power_of_two(plan.num_warps)
+        assert plan.num_warps <= 16 and plan.tile <= 4096

@@ -35,7 +35,19 @@ def lora(num_tokens: int) -> None:
     lora_expand(y, torch.empty(4, 256, 16), ranks, order, starts, out)
 
 
-LAUNCHES = (rope_and_cache, lora)
+def sampling(num_rows: int) -> None:
+    from octavo.kernels.penalties import apply_penalties
+    from octavo.kernels.sampling import sample
+    from octavo.kernels.top_k_top_p import apply_top_k_top_p_min_p
+
+    logits, column, ids = torch.empty(num_rows, 999), torch.empty(num_rows), torch.arange(num_rows)
+    counts = torch.empty(num_rows, 999, dtype=torch.int32)
+    apply_penalties(logits, counts > 0, counts, column, column, column)
+    apply_top_k_top_p_min_p(logits, ids.int(), column, column, column)
+    sample(logits, column, ids, ids)
+
+
+LAUNCHES = (rope_and_cache, lora, sampling)
 
 
 def variants() -> dict[str, int]:
