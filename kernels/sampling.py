@@ -67,7 +67,7 @@ def _sample_kernel(
         best, best_id = _best(best, best_id, logits, ids)
     peak, token_id = _lowest_of_best(best, best_id)
     temperature = tl.load(temperatures_ptr + row)
-    is_finite = (peak > float("-inf")) & (peak < float("inf")) & (tl.max(is_nan, axis=0) == 0)
+    is_finite = (tl.abs(peak) < float("inf")) & (tl.max(is_nan, axis=0) == 0)
     if (temperature > 0) & is_finite:
         heat = tl.maximum(temperature, 1e-30)  # 0 / 0 if it were subnormal and flushed
         seed, step = tl.load(seeds_ptr + row), tl.load(steps_ptr + row)
@@ -78,7 +78,7 @@ def _sample_kernel(
         winner_id = tl.full([_LANES], _NOWHERE, tl.int32)
         for start in range(0, vocab, 4 * _LANES):
             words = tl.philox(seed, start // 4 + lanes, zero, low, high)
-            for i in tl.static_range(4):
+            for i in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
                 ids = start + i * _LANES + lanes
                 mask = ids < vocab
                 logits = tl.load(logits_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)

@@ -63,7 +63,8 @@ def _above(row_ptr, vocab, a, b, c, peak, rate, BY_WEIGHT: tl.constexpr, TILE: t
     weight_a = tl.zeros([TILE], tl.float32)
     weight_b = tl.zeros([TILE], tl.float32)
     weight_c = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, vocab, TILE, num_stages=4):
+    # four tiles under way: nothing in this loop is a matrix product, so Triton pipelines it only when told to
+    for start in tl.range(0, vocab, TILE, num_stages=4):  # pyright: ignore[reportGeneralTypeIssues]
         ids = start + tl.arange(0, TILE)
         x = _load(row_ptr, ids, vocab)
         key = _key(x)
@@ -133,10 +134,11 @@ def _apply_top_k_top_p_min_p_kernel(
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
-    heat = 1.0
+    heat = tl.full([], 1.0, tl.float32)
     if temperatures_ptr is not None:
         heat = tl.load(temperatures_ptr + row)
-    if ((by_k | by_p | (min_p > 0.0)) & (heat > 0.0)) == 0:
+    is_filtered = by_k | by_p | (min_p > 0.0)  # pyright: ignore[reportOperatorIssue]
+    if (is_filtered == 0) | (heat <= 0.0):
         return
     row_ptr = logits_ptr + row * logits_stride_row
     best = tl.full([TILE], float("-inf"), tl.float32)

@@ -219,9 +219,11 @@ def test_words_of_token_ids(seed, step) -> None:
 @TWO_DTYPES
 @pytest.mark.parametrize("vocab", [1, 3, 1024, 4200])
 def test_sample(implementation, dtype, vocab) -> None:
+    """The words of ids past 4096 come from further counters, and all bits of a step count."""
     logits = random_logits(6, vocab, dtype)
+    logits[:, 4096:] += 9
     temperatures = torch.tensor([0.0, 1.0, 0.5, 2.0, 1e-3, 50.0])
-    seeds, steps = torch.arange(6) * 2**40 - 7, torch.arange(6) * 3
+    seeds, steps = torch.arange(6) * 2**40 - 7, torch.arange(6) * (2**31 + 5)
     tokens = drawn(implementation, logits, temperatures, seeds, steps)
     assert torch.equal(tokens, reference.sample(logits, temperatures, seeds, steps))
 
@@ -256,7 +258,7 @@ def test_extreme_rows(implementation) -> None:
     """What is -inf is never drawn; equal logits go to the lowest id at temperature 0; bad rows get -1 and spoil no other."""
     logits = torch.full((8, 5000), -INF)
     logits[0, 4321] = -3.0  # the only one
-    logits[1, [17, 18, 4999]] = 7.0  # equal, greedy
+    logits[1, [17, 18, 4113, 4999]] = 7.0  # equal, greedy; 17 and 4113 share a lane
     logits[2, [17, 4999]] = torch.tensor(
         [7.0, 8.0]
     )  # a temperature at which nothing else is likely
