@@ -137,7 +137,7 @@ def _apply_top_k_top_p_min_p_kernel(
     heat = tl.full([], 1.0, tl.float32)
     if temperatures_ptr is not None:
         heat = tl.load(temperatures_ptr + row)
-    is_filtered = by_k | by_p | (min_p > 0.0)  # pyright: ignore[reportOperatorIssue]
+    is_filtered = by_k | by_p | (min_p > 0.0)
     if (is_filtered == 0) | (heat <= 0.0):
         return
     row_ptr = logits_ptr + row * logits_stride_row
@@ -145,7 +145,7 @@ def _apply_top_k_top_p_min_p_kernel(
     for start in range(0, vocab, TILE):
         best = tl.maximum(best, _load(row_ptr, start + tl.arange(0, TILE), vocab))
     peak = tl.max(best, axis=0)
-    if (peak == float("-inf")) | (peak == float("inf")):
+    if tl.abs(peak) == float("inf"):
         return
     rate = _LOG2_E / tl.maximum(heat, 1e-30)  # finite
     ceiling = _key(peak).to(tl.int64) + 1
@@ -170,8 +170,9 @@ def _apply_top_k_top_p_min_p_kernel(
             low, high, count_low, count_high, weight_high = _bracket(
                 row_ptr, vocab, floor, ceiling, count, target, peak, rate, True, TILE
             )
-            wanted = tl.ceil((target - weight_high) / _weight(_value(low), peak, rate))
-            one_value = high - low == 1
+            one_value = high - low == 1  # else it is one token, whose key `low` need not be
+            one_weight = tl.where(one_value, _weight(_value(low), peak, rate), 1.0)
+            wanted = tl.ceil((target - weight_high) / one_weight)
             kept = tl.minimum(wanted, 1.0 * (count_low - count_high)).to(tl.int32)
             kept = tl.maximum(kept, 1)
             is_whole = (one_value == 0) | (kept == count_low - count_high)
@@ -192,7 +193,7 @@ def _drop_below(row_ptr, vocab, floor, min_p, peak, rate, TILE: tl.constexpr):
         ids = start + tl.arange(0, TILE)
         x = _load(row_ptr, ids, vocab)
         drop = (_key(x) < floor.to(tl.int32)) | (_weight(x, peak, rate) < min_p)
-        nothing = tl.full([TILE], float("-inf"), row_ptr.dtype.element_ty)
+        nothing = tl.full([TILE], float("-inf"), tl.float32).to(row_ptr.dtype.element_ty)
         tl.store(row_ptr + ids, nothing, mask=(ids < vocab) & drop)
 
 
@@ -204,7 +205,7 @@ def _drop_late_ties(row_ptr, vocab, tie, kept, TILE: tl.constexpr):
         ids = start + tl.arange(0, TILE)
         is_tie = (_key(_load(row_ptr, ids, vocab)) == tie.to(tl.int32)) & (ids < vocab)
         place = seen + tl.cumsum(is_tie.to(tl.int32), axis=0)
-        nothing = tl.full([TILE], float("-inf"), row_ptr.dtype.element_ty)
+        nothing = tl.full([TILE], float("-inf"), tl.float32).to(row_ptr.dtype.element_ty)
         tl.store(row_ptr + ids, nothing, mask=is_tie & (place > kept))
         seen += tl.sum(is_tie.to(tl.int32), axis=0)
 
