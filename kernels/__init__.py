@@ -10,27 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ops import (
+        apply_penalties,
+        apply_top_k_top_p_min_p,
         cascade_attention,
         copy_blocks,
         fused_add_rms_norm,
+        gelu_and_mul,
+        group_by_adapter,
+        lora_expand,
+        lora_shrink,
         merge_attention_states,
         paged_attention,
         reshape_and_cache,
         rms_norm,
+        rope_and_cache,
         rotary_embedding,
+        sample,
         silu_and_mul,
         swap_blocks,
     )
 
 __all__ = [
+    "apply_penalties",
+    "apply_top_k_top_p_min_p",
     "cascade_attention",
     "copy_blocks",
     "fused_add_rms_norm",
+    "gelu_and_mul",
+    "group_by_adapter",
+    "lora_expand",
+    "lora_shrink",
     "merge_attention_states",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
+    "rope_and_cache",
     "rotary_embedding",
+    "sample",
     "silu_and_mul",
     "swap_blocks",
 ]

@@ -301,6 +301,12 @@ def check_gate_up(x: torch.Tensor) -> None:
         raise ValueError(f"x: expected an even last axis (gate | up), got {list(x.shape)}")
 
 
+def check_approximate(approximate: str) -> None:
+    """Check which form of GELU is asked for."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'approximate: expected "none" or "tanh", got {approximate!r}')
+
+
 def check_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> None:

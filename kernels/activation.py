@@ -1,11 +1,13 @@
-"""Gated activation of a feed-forward layer.
+"""Gated activations of a feed-forward layer.
 
-    out = silu(gate) * up,   x = (gate | up),   silu(g) = g / (1 + exp(-g))
+    out = act(gate) * up,   x = (gate | up)
+    silu(g) = g / (1 + exp(-g))
+    gelu(g) = g / 2 * (1 + erf(g / sqrt(2))), or by tanh: g / (1 + exp(-2u)), u = sqrt(2 / pi) * (g + 0.044715 g^3)
 
 Program (i, j) owns tile j of row i.
 
 Bytes moved: 3 * num_rows * size * element_size
-Reference:   `reference.silu_and_mul`
+Reference:   `reference.silu_and_mul`, `reference.gelu_and_mul`
 """
 
 from __future__ import annotations
@@ -16,19 +18,32 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import check_gate_up
+from ._checks import check_approximate, check_gate_up
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def _silu_and_mul_kernel(out_ptr, x_ptr, size, x_stride_row, TILE: tl.constexpr):
-    """Grid (num_rows, cdiv(size, TILE))."""
+def _gate_and_mul_kernel(
+    out_ptr, x_ptr, size, x_stride_row, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Grid (num_rows, cdiv(size, TILE)). ACTIVATION: "silu", "gelu" or "gelu_tanh"."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = dims < size
     x_ptr += row * x_stride_row
     gate = tl.load(x_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + size + dims, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    if ACTIVATION == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF))
+    else:
+        exponent = gate
+        if ACTIVATION == "gelu_tanh":
+            # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)), which needs no tanh and is exact at both ends
+            exponent = _TWO_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+        activated = gate / (1.0 + tl.exp(-exponent))
+    out = activated * up
     tl.store(out_ptr + row * size + dims, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -40,10 +55,32 @@ class ActivationPlan:
     num_warps: int
 
 
-def plan_silu_and_mul(*, size: int) -> ActivationPlan:
+def plan_gate_and_mul(*, size: int) -> ActivationPlan:
     """Tiles of up to 1024 elements: at four warps each thread loads 8 neighbours, 16 bytes of a 16-bit dtype."""
     tile = min(1024, triton.next_power_of_2(size))
     return ActivationPlan(tile, num_warps=max(1, tile // 256))
+
+
+def _launch(x: torch.Tensor, activation: str, plan: ActivationPlan | None) -> torch.Tensor:
+    size = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], size)
+    if out.numel() == 0:
+        return out
+    num_rows = out.numel() // size
+    rows = x.reshape(num_rows, 2 * size)
+    if plan is None:
+        plan = plan_gate_and_mul(size=size)
+    _gate_and_mul_kernel[(num_rows, triton.cdiv(size, plan.tile))](
+        out_ptr=out,
+        x_ptr=rows,
+        size=size,
+        x_stride_row=rows.stride(0),
+        ACTIVATION=activation,
+        TILE=plan.tile,
+        num_warps=plan.num_warps,
+        enable_fp_fusion=True,
+    )
+    return out
 
 
 def silu_and_mul(x: torch.Tensor, *, plan: ActivationPlan | None = None) -> torch.Tensor:
@@ -53,21 +90,17 @@ def silu_and_mul(x: torch.Tensor, *, plan: ActivationPlan | None = None) -> torc
     Raises ValueError naming the argument, what was expected and what came.
     """
     check_gate_up(x)
-    size = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], size)
-    if out.numel() == 0:
-        return out
-    num_rows = out.numel() // size
-    rows = x.reshape(num_rows, 2 * size)
-    if plan is None:
-        plan = plan_silu_and_mul(size=size)
-    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, plan.tile))](
-        out_ptr=out,
-        x_ptr=rows,
-        size=size,
-        x_stride_row=rows.stride(0),
-        TILE=plan.tile,
-        num_warps=plan.num_warps,
-        enable_fp_fusion=True,
-    )
-    return out
+    return _launch(x, "silu", plan)
+
+
+def gelu_and_mul(
+    x: torch.Tensor, approximate: str = "none", *, plan: ActivationPlan | None = None
+) -> torch.Tensor:
+    """gelu(x[..., :size]) * x[..., size:], a new contiguous tensor [..., size].
+
+    x            [..., 2 * size]   as in `silu_and_mul`
+    approximate  "none" (by erf) or "tanh"
+    """
+    check_gate_up(x)
+    check_approximate(approximate)
+    return _launch(x, "gelu_tanh" if approximate == "tanh" else "gelu", plan)

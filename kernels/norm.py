@@ -1,6 +1,6 @@
 """Root-mean-square norm over the last axis, alone or after adding a residual.
 
-    normed = x / sqrt(mean(x^2) + eps) * weight           fp32 inside, rounded once
+    normed = x / sqrt(mean(x^2) + eps) * weight           fp32 inside, rounded once; Gemma: times 1 + weight
     fused:  residual' = x + residual (rounded to the dtype of x), normed = rms_norm(residual')
 
 Program i owns ROWS rows, each held whole.
@@ -24,7 +24,7 @@ from ._checks import check_norm
 def _rms_norm_kernel(
     out_ptr, new_residual_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows,
     x_stride_row, residual_stride_row,
-    SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(num_rows, ROWS),). With `residual_ptr` the sum is written to `new_residual_ptr` and normed."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -37,6 +37,8 @@ def _rms_norm_kernel(
         tl.store(new_residual_ptr + rows * SIZE + dims, total, mask=mask)
         x = total.to(tl.float32)  # the norm is of what the next layer's residual holds
     weight = tl.load(weight_ptr + dims, mask=dims < SIZE, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        weight += 1.0  # in fp32: a small weight beside 1 has few bits left in 16
     inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
     normed = x * inverse_rms[:, None] * weight
     tl.store(out_ptr + rows * SIZE + dims, normed.to(out_ptr.dtype.element_ty), mask=mask)
@@ -57,7 +59,7 @@ def plan_rms_norm(*, num_rows: int, size: int) -> NormPlan:
     return NormPlan(rows, num_warps=max(1, min(16, rows * dim // 512)))
 
 
-def _launch(x, residual, weight, eps, plan):
+def _launch(x, residual, weight, eps, unit_offset, plan):
     size = x.shape[-1]
     out = x.new_empty(x.shape)
     new_residual = None if residual is None else x.new_empty(x.shape)
@@ -81,6 +83,7 @@ def _launch(x, residual, weight, eps, plan):
         SIZE=size,
         DIM=triton.next_power_of_2(size),
         ROWS=plan.rows,
+        UNIT_OFFSET=unit_offset,
         num_warps=plan.num_warps,
         enable_fp_fusion=True,
     )
@@ -88,16 +91,22 @@ def _launch(x, residual, weight, eps, plan):
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, plan: NormPlan | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
+    *,
+    plan: NormPlan | None = None,
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; a new contiguous tensor.
 
-    x       [..., size]   fp32 | fp16 | bf16, last axis contiguous
-    weight  [size]        dtype of x
+    x            [..., size]   fp32 | fp16 | bf16, last axis contiguous
+    weight       [size]        dtype of x
+    unit_offset  scale by 1 + weight, added in fp32
     Raises ValueError naming the argument, what was expected and what came.
     """
     check_norm(x, None, weight)
-    return _launch(x, None, weight, eps, plan)[0]
+    return _launch(x, None, weight, eps, unit_offset, plan)[0]
 
 
 def fused_add_rms_norm(
@@ -105,6 +114,7 @@ def fused_add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
+    unit_offset: bool = False,
     *,
     plan: NormPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +123,6 @@ def fused_add_rms_norm(
     residual  [..., size]   shape and dtype of x
     """
     check_norm(x, residual, weight)
-    normed, new_residual = _launch(x, residual, weight, eps, plan)
+    normed, new_residual = _launch(x, residual, weight, eps, unit_offset, plan)
     assert new_residual is not None
     return normed, new_residual

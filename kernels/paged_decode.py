@@ -151,7 +151,9 @@ def _paged_decode_kernel(
         )
 
     # the sink enters once, in the first split, for rows that have keys (be they those before kv_start)
-    has_keys = (split == 0) & (seq_len > 0) & (row_positions >= (0 if CAUSAL else row_positions))
+    has_keys = (split == 0) & (seq_len > 0) & (rows >= 0)
+    if CAUSAL:
+        has_keys = has_keys & (row_positions >= 0)
     if (tree_mask_ptr is not None) & (sinks_ptr is not None):
         has_keys = has_keys & _sees_any(tree_rows, firsts, stops, context_len)
     acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741

@@ -124,7 +124,9 @@ def _paged_prefill_kernel(
     bulk_stop = tl.maximum(bulk_start, seen_by_all // TILE_KV * TILE_KV)
 
     # a sink counts for rows that have keys (be they those before kv_start)
-    has_keys = (seq_len > 0) & (row_positions >= (0 if CAUSAL else row_positions))
+    has_keys = (seq_len > 0) & (rows >= 0)
+    if CAUSAL:
+        has_keys = has_keys & (row_positions >= 0)
     acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head

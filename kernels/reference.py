@@ -146,18 +146,18 @@ def swap_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
         dst_pool[destination] = src_pool[source]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    x = x.double()
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.double()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; with `unit_offset`, times 1 + weight."""
+    x, weight = x.double(), weight.double() + (1.0 if unit_offset else 0.0)
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     total = x.double() + residual.double()
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, unit_offset), total
 
 
 def rotary_embedding(
@@ -177,7 +177,163 @@ def rotary_embedding(
     return rotated
 
 
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool = True,
+) -> Tensor:
+    """A rotated copy of `q`; the rotated `k`, and `v`, are written to the caches."""
+    q, k = rotary_embedding(positions, q, k, cos_sin, is_neox)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis of `x` is (gate | up)."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up, where the last axis of `x` is (gate | up)."""
+    gate, up = x.double().chunk(2, dim=-1)
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + torch.tanh(inner)) * up
+    return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
+
+
+def group_by_adapter(adapter_ids: Tensor, num_adapters: int) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their adapters, those without one first, and where each adapter's begin."""
+    ids = adapter_ids.tolist()
+    order = [
+        token
+        for adapter in (-1, *range(num_adapters))
+        for token, i in enumerate(ids)
+        if max(i, -1) == adapter
+    ]
+    starts = [sum(i < adapter for i in ids) for adapter in range(num_adapters + 1)]
+    return torch.tensor(order, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
+
+
+def lora_shrink(
+    x: Tensor, a: Tensor, ranks: Tensor, token_order: Tensor, adapter_starts: Tensor, scale: float
+) -> Tensor:
+    """[T, max_rank]; NaN where no adapter, or no part of it, says what is there."""
+    y = torch.full((x.shape[0], a.shape[1]), math.nan, dtype=torch.float64)
+    order, starts = token_order.tolist(), adapter_starts.tolist()
+    for adapter, rank in enumerate(ranks.tolist()):
+        for token in order[starts[adapter] : starts[adapter + 1]]:
+            for i in range(rank):
+                y[token, i] = scale * (a[adapter, i].double() @ x[token].double())
+    return y
+
+
+def lora_expand(
+    y: Tensor, b: Tensor, ranks: Tensor, token_order: Tensor, adapter_starts: Tensor, out: Tensor
+) -> Tensor:
+    """`out` with the adapters' part added, a copy."""
+    out = out.double().clone()
+    order, starts = token_order.tolist(), adapter_starts.tolist()
+    for adapter, rank in enumerate(ranks.tolist()):
+        for token in order[starts[adapter] : starts[adapter + 1]]:
+            for i in range(rank):
+                out[token] += b[adapter, :, i].double() * y[token, i].double()
+    return out
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Penalised logits, a copy."""
+    out = logits.double().clone()
+    for row in range(out.shape[0]):
+        for token in range(out.shape[1]):
+            count = int(output_counts[row, token])
+            if count > 0 or prompt_mask[row, token]:
+                factor = float(repetition[row])
+                out[row, token] *= 1 / factor if out[row, token] > 0 else factor
+            if count > 0:
+                out[row, token] -= float(frequency[row]) * count + float(presence[row])
+    return out
+
+
+def kept_tokens(
+    logits: Tensor, top_k: int, top_p: float, min_p: float, temperature: float
+) -> list[int]:
+    """Token ids of one row that top-k, top-p and min-p allow, most likely first."""
+    values = logits.double().tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if 0 < top_k < len(order):
+        order = order[:top_k]
+    weights = [math.exp((values[token] - values[order[0]]) / temperature) for token in order]
+    if top_p < 1:
+        target, before, kept = top_p * math.fsum(weights), 0.0, 0
+        while kept < len(order) and (kept == 0 or before < target):
+            before += weights[kept]
+            kept += 1
+        order = order[:kept]
+    return [token for token, weight in zip(order, weights, strict=False) if weight >= min_p]
+
+
+def apply_top_k_top_p_min_p(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, temperatures: Tensor | None
+) -> Tensor:
+    """Logits with -inf where a token is not kept, a copy."""
+    out = logits.double().clone()
+    for row in range(out.shape[0]):
+        temperature = 1.0 if temperatures is None else float(temperatures[row])
+        if temperature > 0 and out[row].max().isfinite():
+            filters = int(top_k[row]), float(top_p[row]), float(min_p[row])
+            dropped = torch.ones(out.shape[1], dtype=torch.bool)
+            dropped[kept_tokens(logits[row], *filters, temperature)] = False
+            out[row, dropped] = -math.inf
+    return out
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x32-10: four random words of a counter of four and a key of two."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32) ^ b ^ first, q % 2**32, (p >> 32) ^ d ^ second, p % 2**32
+        first, second = (first + 0x9E3779B9) % 2**32, (second + 0xBB67AE85) % 2**32
+    return a, b, c, d
+
+
+def sampling_scores(logits: Tensor, temperature: float, seed: int, step: int) -> list[float]:
+    """What the draw of one row takes the largest of."""
+    values = logits.double().tolist()
+    key = seed % 2**32, (seed >> 32) % 2**32
+    scores = []
+    for token, value in enumerate(values):
+        counter = 1024 * (token // 4096) + token % 1024, 0, step % 2**32, (step >> 32) % 2**32
+        uniform = (philox(counter, key)[token // 1024 % 4] + 0.5) / 2**32
+        scores.append((value - max(values)) / temperature - math.log(-math.log1p(-uniform)))
+    return scores
+
+
+def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+    """One token id per row, the lowest of equals; -1 for a row that has no finite largest logit."""
+    token_ids = []
+    for row, temperature in enumerate(temperatures.tolist()):
+        values = logits[row].tolist()
+        if any(math.isnan(value) for value in values) or not math.isfinite(max(values)):
+            token_ids.append(-1)
+            continue
+        if temperature > 0:
+            values = sampling_scores(logits[row], temperature, int(seeds[row]), int(steps[row]))
+        token_ids.append(values.index(max(values)))
+    return torch.tensor(token_ids, dtype=torch.int64)

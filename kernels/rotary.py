@@ -21,23 +21,47 @@ from ._checks import check_rotary
 
 
 @triton.jit
-def _rotate_heads(
+def load_cos_sin(
+    cos_sin_ptr, cos_sin_stride_position, positions_ptr, token,
+    HALF: tl.constexpr, HALF_DIM: tl.constexpr,
+):  # fmt: skip
+    """The cosines and sines of a token's position, each [1, HALF_DIM]."""
+    position = tl.load(positions_ptr + token)  # int64
+    pairs = tl.arange(0, HALF_DIM)
+    cos_ptr = cos_sin_ptr + position * cos_sin_stride_position
+    cos = tl.load(cos_ptr + pairs, mask=pairs < HALF, other=0.0)
+    sin = tl.load(cos_ptr + HALF + pairs, mask=pairs < HALF, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def load_rotated(
     x_ptr, stride_head, num_heads, cos, sin,
     HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
+    """Rotated pairs of all heads in fp32, and where they lie: (heads, first dims, second dims, a, b, mask)."""
     heads = tl.arange(0, HEADS)[:, None]
     pairs = tl.arange(0, HALF_DIM)[None, :]
-    if IS_NEOX:
-        first = heads * stride_head + pairs  # [HEADS, HALF_DIM]
-        second = first + HALF
-    else:
-        first = heads * stride_head + 2 * pairs
-        second = first + 1
-    mask = (heads < num_heads) & (pairs < HALF)
-    a = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(x_ptr + first, (a * cos - b * sin).to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(x_ptr + second, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask=mask)
+    first = pairs if IS_NEOX else 2 * pairs
+    second = first + (HALF if IS_NEOX else 1)
+    mask = (heads < num_heads) & (pairs < HALF)  # [HEADS, HALF_DIM]
+    row_ptr = x_ptr + heads * stride_head
+    a = tl.load(row_ptr + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(row_ptr + second, mask=mask, other=0.0).to(tl.float32)
+    return heads, first, second, a * cos - b * sin, b * cos + a * sin, mask
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr, stride_head, num_heads, cos, sin,
+    HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
+):  # fmt: skip
+    heads, first, second, a, b, mask = load_rotated(
+        x_ptr, stride_head, num_heads, cos, sin, HALF, HALF_DIM, HEADS, IS_NEOX
+    )
+    row_ptr = x_ptr + heads * stride_head
+    tl.store(row_ptr + first, a.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(row_ptr + second, b.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -49,33 +73,17 @@ def _rotary_embedding_kernel(
 ):  # fmt: skip
     """Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + token)  # int64
-    pairs = tl.arange(0, HALF_DIM)
-    cos_ptr = cos_sin_ptr + position * cos_sin_stride_position
-    cos = tl.load(cos_ptr + pairs, mask=pairs < HALF, other=0.0)[None, :]
-    sin = tl.load(cos_ptr + HALF + pairs, mask=pairs < HALF, other=0.0)[None, :]
-    _rotate_heads(
-        q_ptr + token * q_stride_token,
-        q_stride_head,
-        num_q_heads,
-        cos,
-        sin,
-        HALF,
-        HALF_DIM,
-        Q_HEADS,
-        IS_NEOX,
+    cos, sin = load_cos_sin(
+        cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
     )
-    _rotate_heads(
-        k_ptr + token * k_stride_token,
-        k_stride_head,
-        num_kv_heads,
-        cos,
-        sin,
-        HALF,
-        HALF_DIM,
-        KV_HEADS,
-        IS_NEOX,
-    )
+    rotate_heads(
+        q_ptr + token * q_stride_token, q_stride_head, num_q_heads, cos, sin,
+        HALF, HALF_DIM, Q_HEADS, IS_NEOX,
+    )  # fmt: skip
+    rotate_heads(
+        k_ptr + token * k_stride_token, k_stride_head, num_kv_heads, cos, sin,
+        HALF, HALF_DIM, KV_HEADS, IS_NEOX,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..runtime.kv_pool import KVPool
 from ..runtime.launch_args import LaunchArgs
+from .rotary import rotary_table
 
 
 def _unset(*shape: int) -> nn.Parameter:
@@ -93,40 +94,17 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotates q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T]; one is shared by all layers.
 
-    config  gives head_dim, max_position_embeddings and rope_parameters: rope_type "default", "linear" or "llama3"
+    config  gives head_dim, max_position_embeddings and rope_parameters, see `rotary`
     """
 
     cos_sin: Tensor  # fp32 [max_position_embeddings, D]: cosines, then sines, of D / 2 frequencies
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        frequencies = _rotary_frequencies(config)
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies.to(positions.device))
-        self.register_buffer(
-            "cos_sin", torch.cat((angles.cos(), angles.sin()), dim=-1), persistent=False
-        )
+        self.register_buffer("cos_sin", rotary_table(config), persistent=False)
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> None:
         kernels.rotary_embedding(positions, q, k, self.cos_sin)
-
-
-def _rotary_frequencies(config: Any) -> Tensor:
-    parameters = config.rope_parameters
-    kind = parameters["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = 1.0 / parameters["rope_theta"] ** exponents
-    elif kind in ("linear", "llama3"):
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, device=torch.get_default_device())
-    else:
-        raise ValueError(
-            f"config.rope_parameters: expected type default, linear or llama3, got {kind!r}"
-        )
-    factors = getattr(config, "rope_factors", None)  # as GGUF files store the scaling of Llama 3
-    return frequencies if factors is None else frequencies / torch.tensor(factors)
 
 
 class Attention(nn.Module):

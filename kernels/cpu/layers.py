@@ -5,43 +5,88 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .._checks import check_gate_up, check_norm, check_rotary
+from .._checks import (
+    check_approximate,
+    check_gate_up,
+    check_key_value,
+    check_norm,
+    check_rotary,
+)
+from .cache import reshape_and_cache
 
 Tensor = torch.Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     check_norm(x, None, weight)
-    return F.rms_norm(x, weight.shape, weight, eps).contiguous()
+    return _normed(x, weight, eps, unit_offset).contiguous()
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     check_norm(x, residual, weight)
     total = (x + residual).contiguous()
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return _normed(total, weight, eps, unit_offset), total
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    if not unit_offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # 1 + weight in fp32: a small weight beside 1 has few bits left in 16
+    return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin: Tensor, is_neox: bool
 ) -> None:
     check_rotary(positions, q, k, cos_sin)
-    rotary_size = cos_sin.shape[1]
-    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(
-        2, dim=-1
-    )  # [T, 1, rotary_size / 2]
-    for x in (q, k):
-        x = x[..., :rotary_size]
-        a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
-        # products in fp32, whatever the dtype of x
-        first = (a * cos).addcmul_(b, sin, value=-1)
-        second = (b * cos).addcmul_(a, sin)
-        a.copy_(first)
-        b.copy_(second)
+    angles = cos_sin.index_select(0, positions)
+    _rotate(q, angles, is_neox)
+    _rotate(k, angles, is_neox)
+
+
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool,
+) -> None:
+    check_rotary(positions, q, k, cos_sin)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    angles = cos_sin.index_select(0, positions)
+    _rotate(q, angles, is_neox)
+    num_slots = slot_mapping.shape[0]
+    k = k[:num_slots].clone()
+    _rotate(k, angles[:num_slots], is_neox)
+    reshape_and_cache(k, v[:num_slots], k_cache, v_cache, slot_mapping)
+
+
+def _rotate(x: Tensor, angles: Tensor, is_neox: bool) -> None:
+    """Rotate x [T, heads, head_size] in place by angles [T, rotary_size]: cosines, then sines."""
+    cos, sin = angles[:, None].chunk(2, dim=-1)  # [T, 1, rotary_size / 2]
+    x = x[..., : angles.shape[1]]
+    a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
+    # products in fp32, whatever the dtype of x
+    first = (a * cos).addcmul_(b, sin, value=-1)
+    second = (b * cos).addcmul_(a, sin)
+    a.copy_(first)
+    b.copy_(second)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     check_gate_up(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate.float()).mul_(up).to(x.dtype).contiguous()
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    check_gate_up(x)
+    check_approximate(approximate)
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate=approximate).mul_(up).to(x.dtype).contiguous()

@@ -10,38 +10,40 @@ Tensor = torch.Tensor
 
 _rms_norm = register(
     "rms_norm",
-    "(Tensor x, Tensor weight, float eps) -> Tensor",
+    "(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
     triton_op(".norm", "rms_norm"),
-    lambda x, weight, eps: empty_like(x),
+    lambda x, weight, eps, unit_offset=False: empty_like(x),
 )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, fp32 inside; a new contiguous tensor.
 
-    x       [..., size]   fp32 | fp16 | bf16; last axis contiguous
-    weight  [size]        dtype of x
+    x            [..., size]   fp32 | fp16 | bf16; last axis contiguous
+    weight       [size]        dtype of x
+    unit_offset  scale by 1 + weight instead, as Gemma's checkpoints mean it; the sum is taken in fp32
     """
-    return _rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps, unit_offset)
 
 
 _fused_add_rms_norm = register(
     "fused_add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)",
     triton_op(".norm", "fused_add_rms_norm"),
-    lambda x, residual, weight, eps: (empty_like(x), empty_like(x)),
+    lambda x, residual, weight, eps, unit_offset=False: (empty_like(x), empty_like(x)),
 )
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), two new contiguous tensors.
 
     x, residual  [..., size]   fp32 | fp16 | bf16; last axis contiguous. The sum is rounded to this dtype, then normed
     weight       [size]        dtype of x
+    unit_offset  scale by 1 + weight instead, as in `rms_norm`
     """
-    return _fused_add_rms_norm(x, residual, weight, eps)
+    return _fused_add_rms_norm(x, residual, weight, eps, unit_offset)
 
 
 _rotary_embedding = register(
@@ -66,6 +68,34 @@ def rotary_embedding(
     _rotary_embedding(positions, q, k, cos_sin, is_neox)
 
 
+_rope_and_cache = register(
+    "rope_and_cache",
+    "(Tensor positions, Tensor(a!) q, Tensor k, Tensor v, Tensor cos_sin, Tensor(b!) k_cache,"
+    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox) -> ()",
+    triton_op(".rotary_cache_write", "rope_and_cache"),
+    no_result,
+)
+
+
+def rope_and_cache(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """`rotary_embedding` and `reshape_and_cache` in one launch, but for `k`: rotated on its way to the cache only.
+
+    Arguments as in those two. A token whose slot is negative, or that is past the end of `slot_mapping`, has its
+    queries rotated and nothing written.
+    """
+    _rope_and_cache(positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox)
+
+
 _silu_and_mul = register(
     "silu_and_mul",
     "(Tensor x) -> Tensor",
@@ -80,3 +110,20 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x  [..., 2 * size]   fp32 | fp16 | bf16; last axis contiguous
     """
     return _silu_and_mul(x)
+
+
+_gelu_and_mul = register(
+    "gelu_and_mul",
+    "(Tensor x, str approximate) -> Tensor",
+    triton_op(".activation", "gelu_and_mul"),
+    lambda x, approximate: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up for x = (gate | up), fp32 inside; a new contiguous tensor [..., size].
+
+    x            [..., 2 * size]   fp32 | fp16 | bf16; last axis contiguous
+    approximate  "none" (by the error function) or "tanh"
+    """
+    return _gelu_and_mul(x, approximate)

@@ -189,7 +189,8 @@ def _rms_norm(shape: Shape) -> None:
 
     x, weight = _bf16(32, shape.hidden), _bf16(shape.hidden)
     rms_norm(x, weight, 1e-5)
-    fused_add_rms_norm(x, x.clone(), weight, 1e-5)
+    for unit_offset in (False, True):
+        fused_add_rms_norm(x, x.clone(), weight, 1e-5, unit_offset)
 
 
 def _silu_and_mul(shape: Shape) -> None:
@@ -218,6 +219,52 @@ def _merge_attention_states(shape: Shape) -> None:
 
     out, lse = _bf16(32, shape.num_q_heads, shape.head_size), torch.empty(32, shape.num_q_heads)
     merge_attention_states(out, lse, out.clone(), lse.clone())
+
+
+def _gelu_and_mul(shape: Shape) -> None:
+    from ..activation import gelu_and_mul
+
+    for approximate in ("none", "tanh"):
+        gelu_and_mul(_bf16(32, 6 * shape.hidden), approximate)
+
+
+def _rope_and_cache(shape: Shape) -> None:
+    from ..rotary_cache_write import rope_and_cache
+
+    (q, k, v), pool, positions = _new_qkv(shape), _pool(shape), torch.arange(32)
+    for rotary_size, is_neox in ((shape.head_size, True), (shape.head_size // 2, False)):
+        cos_sin = torch.empty(4096, rotary_size)
+        rope_and_cache(
+            positions, q, k, v, cos_sin, pool[:, 1, 0], pool[:, 1, 1], positions, is_neox
+        )
+
+
+def _lora(shape: Shape) -> None:
+    from ..lora import lora_expand, lora_shrink
+
+    num_adapters, max_rank, width = 8, 64, 3 * shape.hidden
+    for num_tokens in (32, 2048):
+        x, out = _bf16(num_tokens, width), _bf16(num_tokens, width)
+        ranks, order = (torch.zeros(n, dtype=torch.int32) for n in (num_adapters, num_tokens))
+        starts = torch.zeros(num_adapters + 1, dtype=torch.int32)
+        y = lora_shrink(x, _bf16(num_adapters, max_rank, width), ranks, order, starts, 1.0)
+        lora_expand(y, _bf16(num_adapters, width, max_rank), ranks, order, starts, out)
+
+
+def _sampling(shape: Shape) -> None:
+    from ..penalties import apply_penalties
+    from ..sampling import sample
+    from ..top_k_top_p import apply_top_k_top_p_min_p
+
+    num_rows, vocab = 64, 128256
+    column, seeds = torch.empty(num_rows), torch.arange(num_rows)
+    counts = torch.empty(num_rows, vocab, dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.empty(num_rows, vocab, dtype=dtype)
+        apply_penalties(logits, counts > 0, counts, column, column, column)
+        for temperatures in (column, None):
+            apply_top_k_top_p_min_p(logits, seeds.int(), column, column, temperatures)
+        sample(logits, column, seeds, seeds)
 
 
 def _copy_blocks(shape: Shape) -> None:
@@ -257,6 +304,10 @@ LAYERS = {
     "cascade_attention": _cascade_attention,
     "rms_norm": _rms_norm,
     "silu_and_mul": _silu_and_mul,
+    "gelu_and_mul": _gelu_and_mul,
+    "rope_and_cache": _rope_and_cache,
+    "lora": _lora,
+    "sampling": _sampling,
     "rotary_embedding": _rotary_embedding,
     "reshape_and_cache": _reshape_and_cache,
     "merge_attention_states": _merge_attention_states,

@@ -43,6 +43,26 @@ def test_norms(implementation, dtype, shape) -> None:
 
 @IMPLEMENTATIONS
 @DTYPES
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 576)], ids=str)
+def test_norms_with_unit_offset(implementation, dtype, shape) -> None:
+    """Weights too small to show beside 1 in 16 bits: adding them before widening would lose them."""
+    device, ops = device_of(implementation), cpu if implementation == "cpu" else norm
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight = (2e-3 * torch.randn(shape[-1])).to(dtype)
+    args = [t.to(device) for t in (x, residual, weight)]
+    normed = ops.rms_norm(args[0], args[2], 1e-6, True)
+    exact = reference.rms_norm(x, weight, 1e-6, True)
+    assert normed.dtype == dtype and error(normed.cpu(), exact) <= error(exact.to(dtype), exact) + (
+        2e-6 if dtype == torch.float32 else 0
+    )
+    normed, total = ops.fused_add_rms_norm(*args, 1e-6, True)
+    assert torch.equal(total.cpu(), x + residual)
+    exact = reference.rms_norm(x + residual, weight, 1e-6, True)
+    assert error(normed.cpu(), exact) <= error(exact.to(dtype), exact) + 2e-6
+
+
+@IMPLEMENTATIONS
+@DTYPES
 @pytest.mark.parametrize(
     "sizes", [(9, 3, 64, 64), (2, 1, 80, 80), (4, 4, 64, 16), (1, 1, 96, 96)], ids=str
 )
@@ -74,6 +94,33 @@ def test_silu_and_mul(implementation, dtype, shape) -> None:
     gate, up = x.chunk(2, dim=-1)
     assert out.is_contiguous() and out.dtype == dtype
     assert_close(out.cpu(), reference.silu_and_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of large gates, rightly
+@IMPLEMENTATIONS
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (3, 3072), (2, 2, 5000), (0, 4)], ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_and_mul(implementation, dtype, shape, approximate) -> None:
+    wide = (4 * torch.randn(*shape[:-1], shape[-1] + 8)).to(dtype)
+    x = wide[..., : shape[-1]]  # rows are not adjacent
+    ops = cpu if implementation == "cpu" else activation
+    out = ops.gelu_and_mul(x.to(device_of(implementation)), approximate)
+    gate, up = x.chunk(2, dim=-1)
+    assert out.is_contiguous() and out.dtype == dtype and out.shape == gate.shape
+    naive = F.gelu(gate, approximate=approximate) * up
+    assert_close(out.cpu(), reference.gelu_and_mul(x, approximate), naive)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # exp(200) is inf, rightly
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_large_gates_is_finite(approximate) -> None:
+    """1e15 cubed is beyond fp32."""
+    x = torch.tensor([[-200.0, 200.0, -1e15, 1e15, 1.0, 1.0, 1.0, 1.0]])
+    expected = torch.tensor([[0.0, 200.0, 0.0, 1e15]])
+    for gelu_and_mul in (cpu.gelu_and_mul, activation.gelu_and_mul):
+        out = gelu_and_mul(x.to(DEVICE), approximate).cpu()
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(200) is inf, rightly

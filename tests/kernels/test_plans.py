@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.kernels.activation import plan_silu_and_mul
+from octavo.kernels.activation import plan_gate_and_mul
 from octavo.kernels.block_copy import plan_copy_blocks
 from octavo.kernels.block_swap import plan_swap_blocks
 from octavo.kernels.cache_write import plan_reshape_and_cache
+from octavo.kernels.lora import plan_lora
 from octavo.kernels.merge_states import plan_merge_attention_states
 from octavo.kernels.norm import plan_rms_norm
 from octavo.kernels.paged_decode import plan_paged_decode
 from octavo.kernels.paged_prefill import plan_paged_prefill
+from octavo.kernels.penalties import plan_apply_penalties
 from octavo.kernels.rotary import plan_rotary_embedding
+from octavo.kernels.rotary_cache_write import plan_rope_and_cache
+from octavo.kernels.sampling import plan_sample
+from octavo.kernels.top_k_top_p import plan_apply_top_k_top_p_min_p
 
 
 def is_power_of_two(n: int) -> bool:
@@ -89,6 +94,31 @@ def test_row_ops_have_whole_warps(size) -> None:
         assert is_power_of_two(norm.rows) and is_power_of_two(norm.num_warps)
     merge = plan_merge_attention_states(head_size=size)
     assert is_power_of_two(merge.rows)
-    activation = plan_silu_and_mul(size=size)
+    activation = plan_gate_and_mul(size=size)
     assert is_power_of_two(activation.tile) and is_power_of_two(activation.num_warps)
     assert is_power_of_two(plan_rotary_embedding(num_q_heads=9, rotary_size=size).num_warps)
+    fused = plan_rope_and_cache(num_q_heads=9, num_kv_heads=3, head_size=size)
+    assert is_power_of_two(fused.num_warps)
+
+
+def test_adapter_tiles_depend_little_on_the_batch() -> None:
+    """Two tiles in all, and the order of additions along a row never changes: splits are the layer's."""
+    plans = {plan_lora(num_tokens=n, in_features=14336, element_size=2) for n in range(1, 2000)}
+    assert {plan.tokens for plan in plans} == {16, 64} and len(plans) == 2
+    assert {plan.num_splits for plan in plans} == {3}
+    for plan in plans:
+        # 16 is the least of each side that a matrix product takes
+        assert all(is_power_of_two(n) and n >= 16 for n in (plan.tile_in, plan.tile_rank))
+    assert plan_lora(num_tokens=1, in_features=576, element_size=2).num_splits == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 32_000, 49_152, 128_256, 262_144])
+def test_sampling_tiles(vocab) -> None:
+    plans = (
+        plan_apply_penalties(vocab=vocab),
+        plan_apply_top_k_top_p_min_p(vocab=vocab),
+        plan_sample(vocab=vocab),
+    )
+    for plan in plans:
+        assert is_power_of_two(plan.tile) and is_power_of_two(plan.num_warps)
+        assert plan.num_warps <= 16 and plan.tile <= 4096

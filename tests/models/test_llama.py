@@ -35,6 +35,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=1000.0, factor=3.0)
 
 CASES = {
@@ -44,6 +45,7 @@ CASES = {
     "llama-biases": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama-rope-linear": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=LINEAR)),
     "llama-rope-llama3": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=LLAMA3)),
+    "llama-rope-yarn": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=YARN)),
     "mistral-window-5": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
     "mistral-no-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),

@@ -98,8 +98,14 @@ def test_unknown_architecture_names_the_known_ones(checkpoint: Path) -> None:
         ("hidden_act", "gelu", "hidden_act: expected 'silu', got 'gelu'"),
         (
             "rope_parameters",
-            {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0},
-            "got 'dynamic'",
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1.0,
+                "short_factor": [1.0],
+                "long_factor": [2.0],
+                "original_max_position_embeddings": 8,
+            },
+            "got 'longrope'",
         ),
     ],
 )

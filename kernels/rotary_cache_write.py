@@ -1,0 +1,179 @@
+"""Rotary position embedding and the write of new keys and values to the paged cache, in one launch.
+
+    q = rotated(q) in place;   k_cache[slot] = rotated(k), v_cache[slot] = v,   slot = slot_mapping[token] >= 0
+
+Rotation as in `rotary`. Program (token, 0) owns the token's query heads, program (token, 1) its key and value heads: two
+chains of loads that need not wait for each other. `k` is only read: after this op nobody needs it outside the cache.
+
+Bytes moved: num_tokens * (2 * num_q_heads * rotary_size * element_size + 4 * rotary_size + 8)
+             + num_slots * (2 * num_kv_heads * (head_size + head_size_v) * element_size + 4 * rotary_size + 16)
+Reference:   `reference.rope_and_cache`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ._checks import check_key_value, check_rotary
+from .cache_write import reshape_and_cache
+from .rotary import load_cos_sin, load_rotated, rotate_heads
+
+
+@triton.jit
+def _as_cached(x, cache_ptr):
+    """`x`, fp32 or of the inputs' dtype, as the cache holds it: the one place where values take the cache's form."""
+    return x.to(cache_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _copy_dims(
+    cache_ptr, cache_stride_head, x_ptr, x_stride_head, num_heads,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Dims [FIRST, SIZE) of all heads to the cache, as they are."""
+    heads = tl.arange(0, HEADS)[:, None]
+    dims = FIRST + tl.arange(0, DIM)[None, :]
+    mask = (heads < num_heads) & (dims < SIZE)  # [HEADS, DIM]
+    x = tl.load(x_ptr + heads * x_stride_head + dims, mask=mask, other=0.0)
+    tl.store(cache_ptr + heads * cache_stride_head + dims, _as_cached(x, cache_ptr), mask=mask)
+
+
+# Nothing about the number of tokens may choose a variant: a new batch size must not compile.
+@triton.jit(do_not_specialize=["num_slots"])
+def _rope_and_cache_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, slot_mapping_ptr,
+    num_slots, num_q_heads, num_kv_heads,
+    q_stride_token, q_stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head,
+    k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
+    v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, cos_sin_stride_position,
+    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr,
+    HALF: tl.constexpr, HALF_DIM: tl.constexpr, REST_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_tokens, 2)."""
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        cos, sin = load_cos_sin(
+            cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
+        )
+        rotate_heads(
+            q_ptr + token * q_stride_token, q_stride_head, num_q_heads, cos, sin,
+            HALF, HALF_DIM, Q_HEADS, IS_NEOX,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slot_mapping_ptr + token, mask=token < num_slots, other=-1)  # int64
+        if slot >= 0:
+            block = slot // BLOCK_SIZE
+            offset = slot - block * BLOCK_SIZE
+            k_ptr += token * k_stride_token
+            v_ptr += token * v_stride_token
+            k_cache_ptr += block * k_cache_stride_block + offset * k_cache_stride_slot
+            v_cache_ptr += block * v_cache_stride_block + offset * v_cache_stride_slot
+            _copy_dims(
+                v_cache_ptr, v_cache_stride_head, v_ptr, v_stride_head, num_kv_heads,
+                0, HEAD_SIZE_V, V_DIM, KV_HEADS,
+            )  # fmt: skip
+            cos, sin = load_cos_sin(
+                cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
+            )
+            heads, first, second, a, b, mask = load_rotated(
+                k_ptr, k_stride_head, num_kv_heads, cos, sin, HALF, HALF_DIM, KV_HEADS, IS_NEOX
+            )
+            row_ptr = k_cache_ptr + heads * k_cache_stride_head  # [KV_HEADS, 1]
+            tl.store(row_ptr + first, _as_cached(a, k_cache_ptr), mask=mask)
+            tl.store(row_ptr + second, _as_cached(b, k_cache_ptr), mask=mask)
+            if 2 * HALF < HEAD_SIZE:
+                _copy_dims(
+                    k_cache_ptr, k_cache_stride_head, k_ptr, k_stride_head, num_kv_heads,
+                    2 * HALF, HEAD_SIZE, REST_DIM, KV_HEADS,
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeAndCachePlan:
+    """Launch choices of one fused rotation and write."""
+
+    num_warps: int
+
+
+def plan_rope_and_cache(*, num_q_heads: int, num_kv_heads: int, head_size: int) -> RopeAndCachePlan:
+    """A warp per 512 elements of the larger program: the queries of a token, or its keys and values."""
+    heads = max(triton.next_power_of_2(num_q_heads), 2 * triton.next_power_of_2(num_kv_heads))
+    elements = heads * triton.next_power_of_2(head_size)
+    return RopeAndCachePlan(num_warps=max(1, min(8, elements // 512)))
+
+
+def rope_and_cache(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    is_neox: bool = True,
+    *,
+    plan: RopeAndCachePlan | None = None,
+) -> None:
+    """Rotate `q` in place and write the rotated `k`, and `v`, to the slots of the caches; `k` itself is not changed.
+
+    Arguments as in `rotary_embedding` and `reshape_and_cache`. A token whose slot is negative, or that is past the end
+    of `slot_mapping`, has its queries rotated and nothing written.
+    Raises ValueError naming the argument, what was expected and what came.
+    """
+    check_rotary(positions, q, k, cos_sin)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    num_tokens, num_q_heads, head_size = q.shape
+    num_kv_heads, head_size_v, rotary_size = k.shape[1], v.shape[2], cos_sin.shape[1]
+    if rotary_size == 0:
+        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+        return
+    if num_tokens == 0:
+        return
+    if plan is None:
+        plan = plan_rope_and_cache(
+            num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_size=head_size
+        )
+    _rope_and_cache_kernel[(num_tokens, 2)](
+        q_ptr=q,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        k_ptr=k,
+        v_ptr=v,
+        positions_ptr=positions,
+        cos_sin_ptr=cos_sin,
+        slot_mapping_ptr=slot_mapping,
+        num_slots=slot_mapping.shape[0],
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_stride_token=q.stride(0),
+        q_stride_head=q.stride(1),
+        k_stride_token=k.stride(0),
+        k_stride_head=k.stride(1),
+        v_stride_token=v.stride(0),
+        v_stride_head=v.stride(1),
+        k_cache_stride_block=k_cache.stride(0),
+        k_cache_stride_slot=k_cache.stride(1),
+        k_cache_stride_head=k_cache.stride(2),
+        v_cache_stride_block=v_cache.stride(0),
+        v_cache_stride_slot=v_cache.stride(1),
+        v_cache_stride_head=v_cache.stride(2),
+        cos_sin_stride_position=cos_sin.stride(0),
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_SIZE=head_size,
+        HEAD_SIZE_V=head_size_v,
+        HALF=rotary_size // 2,
+        HALF_DIM=triton.next_power_of_2(rotary_size // 2),
+        REST_DIM=triton.next_power_of_2(max(1, head_size - rotary_size)),
+        V_DIM=triton.next_power_of_2(head_size_v),
+        Q_HEADS=triton.next_power_of_2(num_q_heads),
+        KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        IS_NEOX=is_neox,
+        num_warps=plan.num_warps,
+        enable_fp_fusion=True,
+    )
