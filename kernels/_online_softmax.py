@@ -89,7 +89,7 @@ def scaled_queries(q, cache_ptr):
     if (q.dtype == tl.bfloat16) & (cache_ptr.dtype.element_ty != tl.bfloat16):
         wide = q.to(tl.float32)
         largest = tl.max(tl.abs(wide), axis=1)
-        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.cast(largest, tl.int32, bitcast=True) & 0x7F800000
         factor = tl.maximum(exponent.to(tl.float32, bitcast=True), 2.0**-100)[:, None] * 2.0**-14
         q = (wide / factor).to(tl.float16)
     return q, factor

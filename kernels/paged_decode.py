@@ -46,7 +46,7 @@ def _sees_any(tree_rows, firsts, stops, context_len):
     keys = context_len + tl.arange(0, MAX_TREE)[None, :]
     in_sight = (keys >= firsts[:, None]) & (keys < stops[:, None])
     line = tl.load(tree_rows[:, None] + (keys - context_len), mask=in_sight, other=0)
-    return (firsts < context_len) | (tl.max(line.to(tl.int32), axis=1) > 0)
+    return (firsts < context_len) | (tl.max(line.to(tl.int32), axis=1) != 0)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _paged_decode_kernel(
         row_positions = tl.load(query_positions_ptr + tokens, mask=row_mask, other=-1)
         blind = row_positions < 0
         first_position = tl.min(tl.where(blind, 1 << 30, row_positions), axis=0)
-        last_position = tl.max(row_positions, axis=0)
+        last_position = tl.max(tl.maximum(row_positions, -1), axis=0)
 
     # tiles from `seen_from` to `seen_to` are seen by some row, those of the bulk by every row
     if ranges_ptr is not None:
@@ -106,7 +106,7 @@ def _paged_decode_kernel(
         last_position, seq_len, window, attention_chunk, kv_start, ranges_ptr, num_ranges, CAUSAL
     )
     if query_positions_ptr is not None:
-        seen_to = tl.where(last_position >= 0, seen_to, 0)
+        seen_to = tl.where(last_position != -1, seen_to, 0)
     if tree_mask_ptr is not None:
         seen_by_all = tl.minimum(seen_by_all, tl.maximum(context_len, 0))
     row_first = None

@@ -37,8 +37,12 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
         0.2,
         True,
     )
+    rules = (7, 5, 2.0, torch.rand(3), torch.randn(3), None, None, None, None, 1, False, out, lse)
+    q, k_cache, v_cache, *index, _, _, _, _ = attention
+    prefix = (torch.zeros(0, dtype=torch.int32), index[2], *index[:2])
     return {
-        "paged_attention": (*attention, 7, 2.0, torch.rand(3), torch.randn(3), None, 1, out, lse),
+        "paged_attention": (*attention, *rules),
+        "cascade_attention": (q, k_cache, v_cache, *prefix, 20, 20, 0.2, True, *rules),
         "merge_attention_states": (*state, *state),
         "reshape_and_cache": (
             torch.randn(4, 2, 8),
@@ -102,7 +106,7 @@ def test_opcheck(name) -> None:
 
 def test_opcheck_of_attention_without_options() -> None:
     arguments = list(op_arguments()["paged_attention"])
-    arguments[10:14] = [None] * 4
+    arguments[10:19] = [None] * 9
     arguments[-1] = None
     torch.library.opcheck(torch.ops.octavo.paged_attention.default, tuple(arguments))
 
