@@ -54,14 +54,15 @@ class Budgets:
 
 BUDGETS = {
     "default": Budgets(
-        per_token={"decode-d64": 15, "decode-d128": 22, "decode-d128-fp8": 30},
-        barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 7},
+        per_token={"decode-d64-split": 15, "decode-d128-split": 22, "decode-d128-fp8": 30},
+        barriers={"decode-d64-split": 2, "decode-d128-split": 2, "decode-d256-split": 7},
         window=1.35,
-        spills={("sm_100", "prefill-d256-plain"): 32},  # outside the tile loops
+        # of sm_100 outside the tile loops; of int8, ptxas takes 168 registers of the 255 it may
+        spills={("sm_100", "prefill-d256-plain"): 32, ("sm_90", "decode-d64-int8-options"): 64},
     ),
     "3.6": Budgets(
-        per_token={"decode-d64": 24, "decode-d128": 33, "decode-d128-fp8": 49},
-        barriers={"decode-d64": 6, "decode-d128": 6, "decode-d256": 9},
+        per_token={"decode-d64-split": 24, "decode-d128-split": 33, "decode-d128-fp8": 49},
+        barriers={"decode-d64-split": 6, "decode-d128-split": 6, "decode-d256-split": 9},
         window=1.35,
         spills={("sm_100", "prefill-d256-plain"): 40, ("gfx942", "prefill-d256-options"): 84},
     ),
@@ -91,19 +92,18 @@ def faults(rows: Sequence[Row], budgets: Budgets) -> list[str]:
     if rows[0].target != "sm_90":
         return found
     for case, most in budgets.per_token.items():
-        code = codes[case] if case in codes else codes[f"{case}-split"]
-        split = code.instructions_per_token or 0
-        if not 0 < split <= most:
-            found.append(f"{case}: {split} instructions per token")
-        if f"{case}-window" not in codes:
-            continue
-        windowed = codes[f"{case}-window"].instructions_per_token or 0
+        per_token = codes[case].instructions_per_token or 0
+        if not 0 < per_token <= most:
+            found.append(f"{case}: {per_token} instructions per token")
+    for case in [case for case in codes if case.endswith("-window")]:
+        windowed = codes[case].instructions_per_token or 0
+        split = codes[case.replace("-window", "-split")].instructions_per_token or 0
         if not 0 < windowed <= budgets.window * split:
             found.append(
                 f"{case}: {windowed} instructions per token with the window on, {split} off"
             )
     for case, most_barriers in budgets.barriers.items():
-        barriers = codes[f"{case}-split"].barriers
+        barriers = codes[case].barriers
         if barriers is None or barriers > most_barriers:
             found.append(f"{case}: {barriers} barriers per tile")
     for case, code in codes.items():
@@ -146,7 +146,7 @@ GOOD = MachineCode(
     loop_instructions=384,
     instructions_per_token=12.0,
 )
-DECODES = [f"decode-{s}-{variant}" for s in SHAPES for variant in ("split", "window")]
+DECODES = [f"decode-{s}-{variant}" for s in SHAPES for variant in ("split", "window", "fp8")]
 
 
 def good_rows(target: str = "sm_90") -> list[Row]:
@@ -162,8 +162,9 @@ def good_rows(target: str = "sm_90") -> list[Row]:
         ("decode-d64-split", {"occupancy": 0.0}, "cannot be launched, registers"),
         ("decode-d64-split", {"instructions_per_token": 15.5}, "15.5 instructions per token"),
         ("decode-d64-split", {"instructions_per_token": None}, "0 instructions per token"),
+        ("decode-d128-fp8", {"instructions_per_token": 31.0}, "31.0 instructions per token"),
         ("decode-d128-window", {"instructions_per_token": 16.3}, "16.3 .* with the window on"),
-        ("decode-d128-split", {"barriers": 7}, "7 barriers per tile"),
+        ("decode-d128-split", {"barriers": 3}, "3 barriers per tile"),
         ("prefill-d256-plain", {"mma": "HMMA"}, "HMMA in the main loop"),
         ("prefill-d256-plain", {"loads": {"LDG.16": 1}}, "LDG.16 in the main loop"),
     ],
@@ -176,7 +177,7 @@ def test_faults_are_found(case: str, change: dict, fault: str) -> None:
         for row in good_rows()
     ]
     found = faults(rows, budgets)
-    assert found and all(case.rsplit("-", 1)[0] in line for line in found)
+    assert found and all(case.rsplit("-", 1)[0] in line for line in found), found
     assert re.search(fault, found[0])
 
 
@@ -221,13 +222,13 @@ def test_command_line() -> None:
     result = run("--kernel", "rms_norm-d64", "--json")
     assert result.exit_code == 0, result.output
     rows = [Row.from_json(line) for line in result.stdout.splitlines()]
-    assert [(row.target, row.kernel) for row in rows] == [("sm_90", "_rms_norm_kernel")] * 2
+    assert [(row.target, row.kernel) for row in rows] == [("sm_90", "_rms_norm_kernel")] * 3
     assert all(row.code and "LDG.128" in row.code.loads and row.code.mma is None for row in rows)
     assert [Row.from_json(row.to_json()) for row in rows] == rows
     result = run("--kernel", "rms_norm-d64")  # now from Triton's cache
     assert result.exit_code == 0, result.output
     assert f"sm_90, Triton {rows[0].triton}" in result.stdout
-    assert result.stdout.count("cached") == 2
+    assert result.stdout.count("cached") == 3
 
 
 def test_command_line_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
