@@ -215,6 +215,8 @@ def check_key_value(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """Check new keys and values against the caches they are to be written to."""
     device = k.device
@@ -223,15 +225,17 @@ def check_key_value(
     check_last_axis_contiguous("k", k)
     check_last_axis_contiguous("v", v)
     _, heads, head_size = k.shape
+    dtype = k_cache.dtype if k_cache.dtype in QUANTISED_DTYPES else k.dtype
     check_caches(
         k_cache,
         v_cache,
         heads=heads,
         head_size=head_size,
         head_size_v=v.shape[2],
-        dtype=k.dtype,
+        dtype=dtype,
         device=device,
     )
+    check_scales(dtype, heads, device, k_scale=k_scale, v_scale=v_scale)
     check_tensor("slot_mapping", slot_mapping, shape=(None,), dtype=torch.int64, device=device)
     check_last_axis_contiguous("slot_mapping", slot_mapping)
     if slot_mapping.shape[0] > k.shape[0]:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import converts_e4m3
+from ._quantise import addressable, scale_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -238,8 +238,7 @@ def paged_operands(
 ) -> dict[str, Any]:
     """The launch arguments that both kernels take of their checked operands."""
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
-    if k_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(q.device):
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    k_cache, v_cache = addressable(k_cache, v_cache)
     return {
         "q_ptr": q,
         "k_ptr": k_cache,
@@ -257,8 +256,8 @@ def paged_operands(
         "v_stride_block": v_cache.stride(0),
         "v_stride_slot": v_cache.stride(1),
         "v_stride_head": v_cache.stride(2),
-        "k_scale_stride": 0 if k_scale is None or k_scale.numel() == 1 else k_scale.stride(0),
-        "v_scale_stride": 0 if v_scale is None or v_scale.numel() == 1 else v_scale.stride(0),
+        "k_scale_stride": scale_stride(k_scale),
+        "v_scale_stride": scale_stride(v_scale),
         "table_stride_seq": block_tables.stride(0),
         "HEAD_SIZE": q.shape[2],
         "HEAD_SIZE_V": head_size_v,

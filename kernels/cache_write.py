@@ -1,10 +1,12 @@
 """Write the keys and values of new tokens to their slots in the paged cache.
 
-    k_cache[slot // block_size, slot % block_size] = k[i],   slot = slot_mapping[i] >= 0;   v likewise
+    k_cache[slot // block_size, slot % block_size] = rounded(k[i] / k_scale),   slot = slot_mapping[i] >= 0;   v likewise
+
+Without a scale and in the cache's dtype that is a copy.
 
 Program i owns TOKENS neighbouring tokens, all heads of K and V.
 
-Bytes moved: 2 * num_slots * num_kv_heads * (head_size + head_size_v) * element_size + 8 * num_slots
+Bytes moved: num_slots * (num_kv_heads * (head_size + head_size_v) * (element_size + cache_element_size) + 8)
 Reference:   `reference.reshape_and_cache`
 """
 
@@ -17,15 +19,16 @@ import triton
 import triton.language as tl
 
 from ._checks import check_key_value, multiprocessors
+from ._quantise import addressable, as_cached, scale_stride
 
 
 @triton.jit
 def _write_tokens(
-    cache_ptr, x_ptr, tokens, slots, x_stride_token, x_stride_head,
-    cache_stride_block, cache_stride_slot, cache_stride_head, num_heads,
+    cache_ptr, x_ptr, scale_ptr, tokens, slots, x_stride_token, x_stride_head,
+    cache_stride_block, cache_stride_slot, cache_stride_head, scale_stride, num_heads,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Copy `x[tokens]` to `slots`; a row is its heads one after the other, so that a load may span heads."""
+    """Write `x[tokens]` to `slots`; a row is its heads one after the other, so that a load may span heads."""
     features = tl.arange(0, FEATURES)[None, :]
     head = features // HEAD_SIZE
     dim = features - head * HEAD_SIZE
@@ -34,16 +37,24 @@ def _write_tokens(
     mask = (slots >= 0)[:, None] & (head < num_heads)  # [TOKENS, FEATURES]
     x_offsets = tokens[:, None] * x_stride_token + head * x_stride_head + dim
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+    scale = None
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + head * scale_stride, mask=head < num_heads, other=1.0)
     rows = block * cache_stride_block + offset * cache_stride_slot
-    tl.store(cache_ptr + rows[:, None] + head * cache_stride_head + dim, x, mask=mask)
+    tl.store(
+        cache_ptr + rows[:, None] + head * cache_stride_head + dim,
+        as_cached(x, scale, cache_ptr),
+        mask=mask,
+    )
 
 
-@triton.jit
+# Nothing about the number of tokens may choose a variant: a new batch size must not compile.
+@triton.jit(do_not_specialize=["num_slots"])
 def _reshape_and_cache_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, num_slots, num_kv_heads,
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slot_mapping_ptr, num_slots, num_kv_heads,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
-    v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head,
+    v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, k_scale_stride, v_scale_stride,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr,
     FEATURES: tl.constexpr, FEATURES_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -51,13 +62,13 @@ def _reshape_and_cache_kernel(
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_slots, other=-1)  # int64
     _write_tokens(
-        k_cache_ptr, k_ptr, tokens, slots, k_stride_token, k_stride_head,
-        k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head, num_kv_heads,
+        k_cache_ptr, k_ptr, k_scale_ptr, tokens, slots, k_stride_token, k_stride_head,
+        k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head, k_scale_stride, num_kv_heads,
         BLOCK_SIZE, HEAD_SIZE, FEATURES,
     )  # fmt: skip
     _write_tokens(
-        v_cache_ptr, v_ptr, tokens, slots, v_stride_token, v_stride_head,
-        v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, num_kv_heads,
+        v_cache_ptr, v_ptr, v_scale_ptr, tokens, slots, v_stride_token, v_stride_head,
+        v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, v_scale_stride, num_kv_heads,
         BLOCK_SIZE, HEAD_SIZE_V, FEATURES_V,
     )  # fmt: skip
 
@@ -86,19 +97,17 @@ def reshape_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     plan: CacheWritePlan | None = None,
 ) -> None:
-    """Write row i of `k` and `v` to slot `slot_mapping[i]` of the caches, in place.
+    """Write as `octavo.kernels.reshape_and_cache` says.
 
-    k, v              [num_tokens, num_kv_heads, head_size or head_size_v]               last axis contiguous
-    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_size or head_size_v]   dtype of k, any strides, last
-                      axis contiguous
-    slot_mapping      [num_slots] int64    block_id * block_size + offset; negative: skipped; num_slots <= num_tokens,
-                      rows beyond it are padding and not read
-    Two rows must not have the same slot. Raises ValueError naming the argument, what was expected and what came.
+    Raises ValueError naming the argument, what was expected and what came.
     """
-    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    k_cache, v_cache = addressable(k_cache, v_cache)
     num_slots = slot_mapping.shape[0]
     if num_slots == 0:
         return
@@ -114,6 +123,8 @@ def reshape_and_cache(
         v_cache_ptr=v_cache,
         k_ptr=k,
         v_ptr=v,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
         slot_mapping_ptr=slot_mapping,
         num_slots=num_slots,
         num_kv_heads=num_kv_heads,
@@ -127,6 +138,8 @@ def reshape_and_cache(
         v_cache_stride_block=v_cache.stride(0),
         v_cache_stride_slot=v_cache.stride(1),
         v_cache_stride_head=v_cache.stride(2),
+        k_scale_stride=scale_stride(k_scale),
+        v_scale_stride=scale_stride(v_scale),
         BLOCK_SIZE=k_cache.shape[1],
         HEAD_SIZE=head_size,
         HEAD_SIZE_V=head_size_v,

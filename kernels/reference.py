@@ -125,14 +125,43 @@ def merge_attention_states(
 
 
 def reshape_and_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write row i of `k` and `v` to slot i of the mapping; a negative slot is skipped."""
     block_size = k_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            k_cache[slot // block_size, slot % block_size] = k[token]
-            v_cache[slot // block_size, slot % block_size] = v[token]
+        if slot < 0:
+            continue
+        for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+            place = cache[slot // block_size, slot % block_size]
+            if cache.element_size() > 1:
+                place.copy_(x[token])
+                continue
+            for head in range(x.shape[1]):
+                factor = 1.0 if scale is None else scale.view(-1)[head % scale.numel()].item()
+                for dim in range(x.shape[2]):
+                    number = x[token, head, dim].item() / factor
+                    place.view(torch.uint8)[head, dim] = nearest_code(number, cache.dtype)
+
+
+def nearest_code(number: float, dtype: torch.dtype) -> int:
+    """The bits of the nearest number of a small format, the one with the even code if two are as near."""
+    if dtype == torch.int8:
+        return 0 if math.isnan(number) else round(max(-127.0, min(number, 127.0))) & 0xFF
+    if math.isnan(number):
+        return 0x7F
+    stored = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    magnitudes = torch.arange(0x80).to(torch.uint8).view(stored).double()
+    magnitudes = magnitudes[magnitudes.isfinite()].tolist()  # rising with the code
+    magnitude = min(abs(number), magnitudes[-1])
+    _, _, code = min((abs(m - magnitude), c & 1, c) for c, m in enumerate(magnitudes))
+    return code | (0x80 if math.copysign(1, number) < 0 else 0)
 
 
 def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
@@ -187,10 +216,12 @@ def rope_and_cache(
     v_cache: Tensor,
     slot_mapping: Tensor,
     is_neox: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """A rotated copy of `q`; the rotated `k`, and `v`, are written to the caches."""
     q, k = rotary_embedding(positions, q, k, cos_sin, is_neox)
-    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 

@@ -1,12 +1,12 @@
 """Rotary position embedding and the write of new keys and values to the paged cache, in one launch.
 
-    q = rotated(q) in place;   k_cache[slot] = rotated(k), v_cache[slot] = v,   slot = slot_mapping[token] >= 0
+    q = rotated(q) in place;   k_cache[slot] = rotated(k), v_cache[slot] = v as cached,   slot = slot_mapping[token] >= 0
 
 Rotation as in `rotary`. Program (token, 0) owns the token's query heads, program (token, 1) its key and value heads: two
 chains of loads that need not wait for each other. `k` is only read: after this op nobody needs it outside the cache.
 
 Bytes moved: num_tokens * (2 * num_q_heads * rotary_size * element_size + 4 * rotary_size + 8)
-             + num_slots * (2 * num_kv_heads * (head_size + head_size_v) * element_size + 4 * rotary_size + 16)
+             + num_slots * (num_kv_heads * (head_size + head_size_v) * (element_size + cache_element_size) + 4 * rotary_size + 16)
 Reference:   `reference.rope_and_cache`
 """
 
@@ -19,37 +19,44 @@ import triton
 import triton.language as tl
 
 from ._checks import check_key_value, check_rotary
+from ._quantise import addressable, as_cached, scale_stride
 from .cache_write import reshape_and_cache
 from .rotary import load_cos_sin, load_rotated, rotate_heads
 
 
 @triton.jit
-def _as_cached(x, cache_ptr):
-    """`x`, fp32 or of the inputs' dtype, as the cache holds it: the one place where values take the cache's form."""
-    return x.to(cache_ptr.dtype.element_ty)
+def _head_scales(scale_ptr, scale_stride, num_heads, HEADS: tl.constexpr):
+    """Scales of all heads, [HEADS, 1], or None."""
+    scale = None
+    if scale_ptr is not None:
+        heads = tl.arange(0, HEADS)[:, None]
+        scale = tl.load(scale_ptr + heads * scale_stride, mask=heads < num_heads, other=1.0)
+    return scale
 
 
 @triton.jit
 def _copy_dims(
-    cache_ptr, cache_stride_head, x_ptr, x_stride_head, num_heads,
+    cache_ptr, cache_stride_head, x_ptr, x_stride_head, scale, num_heads,
     FIRST: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Dims [FIRST, SIZE) of all heads to the cache, as they are."""
+    """Dims [FIRST, SIZE) of all heads to the cache, not rotated."""
     heads = tl.arange(0, HEADS)[:, None]
     dims = FIRST + tl.arange(0, DIM)[None, :]
     mask = (heads < num_heads) & (dims < SIZE)  # [HEADS, DIM]
     x = tl.load(x_ptr + heads * x_stride_head + dims, mask=mask, other=0.0)
-    tl.store(cache_ptr + heads * cache_stride_head + dims, _as_cached(x, cache_ptr), mask=mask)
+    tl.store(
+        cache_ptr + heads * cache_stride_head + dims, as_cached(x, scale, cache_ptr), mask=mask
+    )
 
 
 # Nothing about the number of tokens may choose a variant: a new batch size must not compile.
 @triton.jit(do_not_specialize=["num_slots"])
 def _rope_and_cache_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, slot_mapping_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, cos_sin_ptr, slot_mapping_ptr,
     num_slots, num_q_heads, num_kv_heads,
     q_stride_token, q_stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
-    v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, cos_sin_stride_position,
+    v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head, k_scale_stride, v_scale_stride, cos_sin_stride_position,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr,
     HALF: tl.constexpr, HALF_DIM: tl.constexpr, REST_DIM: tl.constexpr, V_DIM: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
@@ -73,8 +80,10 @@ def _rope_and_cache_kernel(
             v_ptr += token * v_stride_token
             k_cache_ptr += block * k_cache_stride_block + offset * k_cache_stride_slot
             v_cache_ptr += block * v_cache_stride_block + offset * v_cache_stride_slot
+            k_scale = _head_scales(k_scale_ptr, k_scale_stride, num_kv_heads, KV_HEADS)
+            v_scale = _head_scales(v_scale_ptr, v_scale_stride, num_kv_heads, KV_HEADS)
             _copy_dims(
-                v_cache_ptr, v_cache_stride_head, v_ptr, v_stride_head, num_kv_heads,
+                v_cache_ptr, v_cache_stride_head, v_ptr, v_stride_head, v_scale, num_kv_heads,
                 0, HEAD_SIZE_V, V_DIM, KV_HEADS,
             )  # fmt: skip
             cos, sin = load_cos_sin(
@@ -84,11 +93,11 @@ def _rope_and_cache_kernel(
                 k_ptr, k_stride_head, num_kv_heads, cos, sin, HALF, HALF_DIM, KV_HEADS, IS_NEOX
             )
             row_ptr = k_cache_ptr + heads * k_cache_stride_head  # [KV_HEADS, 1]
-            tl.store(row_ptr + first, _as_cached(a, k_cache_ptr), mask=mask)
-            tl.store(row_ptr + second, _as_cached(b, k_cache_ptr), mask=mask)
+            tl.store(row_ptr + first, as_cached(a, k_scale, k_cache_ptr), mask=mask)
+            tl.store(row_ptr + second, as_cached(b, k_scale, k_cache_ptr), mask=mask)
             if 2 * HALF < HEAD_SIZE:
                 _copy_dims(
-                    k_cache_ptr, k_cache_stride_head, k_ptr, k_stride_head, num_kv_heads,
+                    k_cache_ptr, k_cache_stride_head, k_ptr, k_stride_head, k_scale, num_kv_heads,
                     2 * HALF, HEAD_SIZE, REST_DIM, KV_HEADS,
                 )  # fmt: skip
 
@@ -117,6 +126,8 @@ def rope_and_cache(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     is_neox: bool = True,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     plan: RopeAndCachePlan | None = None,
 ) -> None:
@@ -127,14 +138,15 @@ def rope_and_cache(
     Raises ValueError naming the argument, what was expected and what came.
     """
     check_rotary(positions, q, k, cos_sin)
-    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_q_heads, head_size = q.shape
     num_kv_heads, head_size_v, rotary_size = k.shape[1], v.shape[2], cos_sin.shape[1]
     if rotary_size == 0:
-        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
     if num_tokens == 0:
         return
+    k_cache, v_cache = addressable(k_cache, v_cache)
     if plan is None:
         plan = plan_rope_and_cache(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_size=head_size
@@ -145,6 +157,8 @@ def rope_and_cache(
         v_cache_ptr=v_cache,
         k_ptr=k,
         v_ptr=v,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
         positions_ptr=positions,
         cos_sin_ptr=cos_sin,
         slot_mapping_ptr=slot_mapping,
@@ -163,6 +177,8 @@ def rope_and_cache(
         v_cache_stride_block=v_cache.stride(0),
         v_cache_stride_slot=v_cache.stride(1),
         v_cache_stride_head=v_cache.stride(2),
+        k_scale_stride=scale_stride(k_scale),
+        v_scale_stride=scale_stride(v_scale),
         cos_sin_stride_position=cos_sin.stride(0),
         BLOCK_SIZE=k_cache.shape[1],
         HEAD_SIZE=head_size,

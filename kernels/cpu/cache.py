@@ -5,15 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .._checks import check_block_pairs, check_key_value
+from .._checks import QUANTISED_DTYPES, check_block_pairs, check_key_value
 
 Tensor = torch.Tensor
 
 
 def reshape_and_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
-    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     block_size = k_cache.shape[1]
     num_slots = slot_mapping.shape[0]
     slots = slot_mapping.numpy()
@@ -23,8 +29,24 @@ def reshape_and_cache(
         k, v, slots = k[tokens], v[tokens], slots[tokens]
     blocks = torch.from_numpy(slots // block_size)
     offsets = torch.from_numpy(slots % block_size)
-    k_cache[blocks, offsets] = k
-    v_cache[blocks, offsets] = v
+    for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        if cache.dtype in QUANTISED_DTYPES:
+            # by its bits: indexing does not know the small formats
+            cache.view(torch.uint8)[blocks, offsets] = _as_cached(x, scale, cache.dtype)
+        else:
+            cache[blocks, offsets] = x
+
+
+def _as_cached(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bits of x / scale in a quantised format: nearest even, saturating. NaN becomes 0 in int8."""
+    x = x.float()
+    if scale is not None:
+        x = x / scale.view(-1, 1)
+    if dtype == torch.int8:
+        return x.nan_to_num(0.0, 127, -127).clamp(-127, 127).round().to(dtype).view(torch.uint8)
+    stored = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    largest = torch.finfo(stored).max
+    return x.clamp(-largest, largest).to(stored).view(torch.uint8)
 
 
 def copy_blocks(pool: Tensor, pairs: Tensor) -> None:

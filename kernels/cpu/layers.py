@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .._checks import (
+    QUANTISED_DTYPES,
     check_approximate,
     check_gate_up,
     check_key_value,
@@ -56,15 +57,19 @@ def rope_and_cache(
     v_cache: Tensor,
     slot_mapping: Tensor,
     is_neox: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     check_rotary(positions, q, k, cos_sin)
-    check_key_value(k, v, k_cache, v_cache, slot_mapping)
+    check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     angles = cos_sin.index_select(0, positions)
     _rotate(q, angles, is_neox)
     num_slots = slot_mapping.shape[0]
-    k = k[:num_slots].clone()
+    # rounded once, to the cache's format
+    dtype = torch.float32 if k_cache.dtype in QUANTISED_DTYPES else k.dtype
+    k = k[:num_slots].to(dtype, copy=True)
     _rotate(k, angles[:num_slots], is_neox)
-    reshape_and_cache(k, v[:num_slots], k_cache, v_cache, slot_mapping)
+    reshape_and_cache(k, v[:num_slots].to(dtype), k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _rotate(x: Tensor, angles: Tensor, is_neox: bool) -> None:

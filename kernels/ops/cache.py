@@ -10,24 +10,33 @@ Tensor = torch.Tensor
 
 _reshape_and_cache = register(
     "reshape_and_cache",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
+    " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     triton_op(".cache_write", "reshape_and_cache"),
     no_result,
 )
 
 
 def reshape_and_cache(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write row i of `k` and `v` to slot `slot_mapping[i]` of the caches, in place.
 
     k, v              [num_tokens, num_kv_heads, head_size or head_size_v]               last axis contiguous
-    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_size or head_size_v]   dtype of k; any strides, last
-                      axis contiguous
+    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_size or head_size_v]   dtype of k, or quantised:
+                      float8_e4m3fn | float8_e5m2 | int8 | uint8 (e4m3 by its bits); any strides, last axis contiguous
+    k_scale, v_scale  [] | [1] | [num_kv_heads] fp32   a quantised cache stores k / k_scale, rounded to nearest even and
+                      saturating; NaN stays NaN, in int8 it becomes 0
     slot_mapping      [num_slots] int64   block id * block_size + offset, no slot twice; negative: skipped. num_slots <=
                       num_tokens; rows of k and v beyond it are padding
     """
-    _reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    _reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 _copy_blocks = register(

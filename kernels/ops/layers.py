@@ -71,7 +71,7 @@ def rotary_embedding(
 _rope_and_cache = register(
     "rope_and_cache",
     "(Tensor positions, Tensor(a!) q, Tensor k, Tensor v, Tensor cos_sin, Tensor(b!) k_cache,"
-    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox) -> ()",
+    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     triton_op(".rotary_cache_write", "rope_and_cache"),
     no_result,
 )
@@ -87,13 +87,17 @@ def rope_and_cache(
     v_cache: Tensor,
     slot_mapping: Tensor,
     is_neox: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """`rotary_embedding` and `reshape_and_cache` in one launch, but for `k`: rotated on its way to the cache only.
 
     Arguments as in those two. A token whose slot is negative, or that is past the end of `slot_mapping`, has its
     queries rotated and nothing written.
     """
-    _rope_and_cache(positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox)
+    _rope_and_cache(
+        positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox, k_scale, v_scale
+    )
 
 
 _silu_and_mul = register(

@@ -210,8 +210,11 @@ def _rotary_embedding(shape: Shape) -> None:
 def _reshape_and_cache(shape: Shape) -> None:
     from ..cache_write import reshape_and_cache
 
-    (_, k, v), pool = _new_qkv(shape), _pool(shape)
+    (_, k, v), pool, scale = _new_qkv(shape), _pool(shape), torch.empty(shape.num_kv_heads)
     reshape_and_cache(k, v, pool[:, 1, 0], pool[:, 1, 1], torch.arange(32))
+    for dtype in (torch.uint8, torch.int8):  # e4m3 by its bits compiles for every target
+        caches = pool.to(dtype)[:, 1, 0], pool.to(dtype)[:, 1, 1]
+        reshape_and_cache(k, v, *caches, torch.arange(32), scale, scale)
 
 
 def _merge_attention_states(shape: Shape) -> None:

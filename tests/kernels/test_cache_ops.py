@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.kernels import block_copy, block_swap, cache_write, cpu, reference
+from octavo.tests.kernels.cases import QUANTISED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["cpu", "triton"])
@@ -48,6 +49,71 @@ def test_reshape_and_cache(implementation, num_tokens, dtype, shape) -> None:
     write(k.to(device), v.to(device), k_cache, v_cache, slots.to(device))
     reference.reshape_and_cache(k, v, expected_k, expected_v, slots)
     exactly(moved, pool)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", ["none", "tensor", "head"])
+def test_quantised_cache(implementation, name, dtype, scales) -> None:
+    """To the bit what the nearest number of the format is: ties, the ends of the range, subnormals, infinity and NaN.
+
+    Scales are powers of two: other quotients are rounded to fp32 first, which can make a tie of what was none.
+    """
+    device, cache_dtype = device_of(implementation), QUANTISED[name]
+    num_tokens, num_kv_heads, head_size = 24, 3, 16
+    k = torch.randn(num_tokens, num_kv_heads, head_size)
+    k *= torch.logspace(-7, 4, num_tokens)[:, None, None]
+    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 448.0, 464.0, 57344.0, 1e38]
+    ties = [2.5, 3.5, -0.5, 126.5, 2.0**-10, 3 * 2.0**-10, 1.0625, 1.1875, 2.0**-17, 0.0146484375]
+    k[3, 1, :9], k[5, 2, :10] = torch.tensor(special), torch.tensor(ties)
+    k, v = k.to(dtype), torch.randn(num_tokens, num_kv_heads, 8).to(dtype) * 30
+    scale = {
+        "none": {},
+        "tensor": {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([4.0])},
+        "head": {
+            "k_scale": torch.tensor([1.0, 0.125, 2.0]),
+            "v_scale": torch.tensor([8.0, 0.5, 1.0]),
+        },
+    }[scales]
+    slots = torch.randperm(32)[:num_tokens]
+    slots[4] = -1
+    expected = [torch.full((8, 4, num_kv_heads, d), 33, dtype=torch.uint8) for d in (head_size, 8)]
+    caches = [x.to(device).clone().view(cache_dtype) for x in expected]
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    moved = {name: x.to(device) for name, x in scale.items()}
+    write(k.to(device), v.to(device), *caches, slots.to(device), **moved)
+    reference.reshape_and_cache(k, v, *(x.view(cache_dtype) for x in expected), slots, **scale)
+    for cache, want in zip(caches, expected, strict=True):
+        exactly(one_nan(cache), one_nan(want.view(cache_dtype)))
+
+
+def one_nan(cache: torch.Tensor) -> torch.Tensor:
+    """The bits of a cache with all its NaNs alike: their sign means nothing."""
+    stored = torch.float8_e4m3fn if cache.dtype == torch.uint8 else cache.dtype
+    bits = cache.view(torch.uint8).clone()
+    if stored != torch.int8:
+        bits[bits.view(stored).float().isnan()] = 0x7F
+    return bits
+
+
+def test_quantised_values_come_back_as_attention_reads_them() -> None:
+    """Written and read with the same scales: within half a step of what was written."""
+    k = torch.randn(16, 2, 8)
+    scale = torch.tensor([0.02, 0.04])
+    cache = torch.zeros(2, 16, 2, 8, dtype=torch.int8)
+    cpu.reshape_and_cache(k, k, cache, cache.clone(), torch.arange(16, 32), scale, scale)
+    back = cache[1].float() * scale[:, None]
+    assert ((back - k).abs() <= scale[:, None] / 2 + 1e-7)[k.abs() < 2.5].all()
+
+
+def test_bad_scales_are_refused() -> None:
+    k, cache = torch.randn(2, 3, 8), torch.zeros(2, 4, 3, 8)
+    slots = torch.arange(2)
+    with pytest.raises(ValueError, match="k_scale: expected None with a cache that is not"):
+        cpu.reshape_and_cache(k, k, cache, cache, slots, torch.ones(3))
+    with pytest.raises(ValueError, match=r"v_scale: expected float32 \[3\], got float32 \[2\]"):
+        cpu.reshape_and_cache(k, k, cache.char(), cache.char(), slots, None, torch.ones(2))
 
 
 @IMPLEMENTATIONS

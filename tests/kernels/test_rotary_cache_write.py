@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.kernels import cache_write, cpu, reference, rotary, rotary_cache_write
-from octavo.tests.kernels.cases import assert_close, error
+from octavo.tests.kernels.cases import QUANTISED, assert_close, error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["cpu", "triton"])
@@ -85,6 +85,33 @@ def test_rope_and_cache(implementation, dtype, sizes, is_neox) -> None:
     assert_close(pool[written], exact_pool[written], exact_pool[written].to(dtype))
     moved = case.caches(exact_pool)[1]  # values are moved, not computed
     assert torch.equal(case.caches(pool)[1].double().nan_to_num(), moved.nan_to_num())
+
+
+@IMPLEMENTATIONS
+@DTYPES
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_cache_is_rounded_once(implementation, dtype, name) -> None:
+    """What is stored is the nearest number to the exact rotation, but where fp32 cannot tell two apart."""
+    cache_dtype = QUANTISED[name]
+    case = Case((4, 2, 64, 32, 48), [7, -1, 0, 14], 6, block_size=5, hnd=True, dtype=dtype)
+    scales = torch.tensor([0.5, 0.03]), torch.tensor(0.03125)
+    q, k, v = case.split(case.qkv)
+    results = []
+    function, device = chosen(implementation)
+    for write, place in ((reference.rope_and_cache, "cpu"), (function, device)):
+        caches = [torch.zeros(4, 5, 2, d, dtype=torch.uint8, device=place) for d in (64, 32)]
+        write(
+            *(x.to(place) for x in (case.positions, q.clone(), k, v, case.cos_sin)),
+            *(cache.view(cache_dtype) for cache in caches),
+            case.slots.to(place),
+            True,
+            *(scale.to(place) for scale in scales),
+        )
+        results.append([cache.cpu() for cache in caches])
+    (exact_k, exact_v), (stored_k, stored_v) = results
+    assert torch.equal(stored_v, exact_v)
+    assert (stored_k != exact_k).float().mean() < 0.01
+    assert (stored_k.int() - exact_k.int()).abs().max() <= 1  # the next code
 
 
 @IMPLEMENTATIONS
