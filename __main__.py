@@ -45,6 +45,9 @@ def generate(
     ] = 0,
     chat: Annotated[bool, typer.Option(help="Ask through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), fp8 or fp8_e5m2.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     num_gpu_blocks: Annotated[
         int | None, typer.Option(help="KV blocks in the pool; by default what memory allows.")
@@ -69,7 +72,13 @@ def generate(
             for i in range(len(prompts))
         ]
         with errors.status("loading the model"):
-            llm = LLM(model, dtype=dtype, device=device, num_gpu_blocks=num_gpu_blocks)
+            llm = LLM(
+                model,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                device=device,
+                num_gpu_blocks=num_gpu_blocks,
+            )
         started = time.perf_counter()
         asked = (
             [llm.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]

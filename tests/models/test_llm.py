@@ -316,3 +316,24 @@ def test_interpreted_kernels_give_the_same_tokens(model_name, dtype):
         return done.stdout
 
     assert run("interpret") == run("auto")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_a_quantised_cache(llm, model_name, kv_cache_dtype) -> None:
+    """A quarter of fp32's memory; the text stays sensible, and a batch gives what each prompt gives alone."""
+    quantised = LLM(
+        model_name, kv_cache_dtype=kv_cache_dtype, max_model_len=256, num_gpu_blocks=200
+    )
+    assert quantised.stats().block_bytes * 4 == llm.stats().block_bytes
+    prompts = PROMPTS[:5]
+    together = token_ids(quantised.generate(prompts, greedy(4)))
+    alone = [token_ids(quantised.generate(prompt, greedy(4)))[0] for prompt in prompts]
+    assert together == alone
+    exact = token_ids(llm.generate(prompts, greedy(1)))
+    agreeing = sum(a[0] == b[0] for a, b in zip(together, exact, strict=True))
+    assert agreeing >= 3, f"only {agreeing} of 5 first tokens are those of the plain cache"
+
+
+def test_an_unknown_cache_dtype_is_refused(model_name) -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype: expected one of auto, fp8, fp8_e5m2"):
+        LLM(model_name, kv_cache_dtype="int3")
