@@ -383,6 +383,7 @@ def check_query_starts(
     check_tensor(
         "query_start_loc", query_start_loc, shape=shape, dtype=torch.int32, device=q.device
     )
+    check_last_axis_contiguous("query_start_loc", query_start_loc)
 
 
 def check_tree_mask(q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None) -> None:

@@ -57,13 +57,13 @@ def visible_interval(
 
 @triton.jit
 def gather_slots(table_ptr, positions, in_range, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Block ids (int64) and offsets inside the block of token `positions`; entries out of range are not read."""
+    """Block ids and offsets inside the block, int64, of token `positions`; entries out of range are not read."""
     block_index = positions // BLOCK_SIZE
     if MASKED:
         block_ids = tl.load(table_ptr + block_index, mask=in_range, other=0)
     else:
         block_ids = tl.load(table_ptr + block_index)
-    return block_ids.to(tl.int64), positions - block_index * BLOCK_SIZE
+    return block_ids.to(tl.int64), (positions - block_index * BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit
@@ -123,8 +123,14 @@ def base2_scores(q, k, scale, softcap, slopes, distance):
     dots = tl.dot(q, k, input_precision="ieee")
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp overflows to inf or underflows to 0
-        doubled = dots * (scale * (2.0 * LOG2_E) / softcap)
-        scores = (1.0 - 2.0 / (tl.exp2(doubled) + 1.0)) * (softcap * LOG2_E)
+        x = dots * (scale / softcap)
+        tanh = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+        if q.dtype == tl.float32:
+            # near 0 the difference above keeps the digits of 1, not of x: its Taylor series, good to 3e-7 there
+            y = x * x
+            series = x * (1.0 - y * (1 / 3 - y * (2 / 15 - y * (17 / 315))))
+            tanh = tl.where(y < 0.0625, series, tanh)
+        scores = tanh * (softcap * LOG2_E)
     else:
         scores = dots * (scale * LOG2_E)
     if slopes is not None:
@@ -148,14 +154,14 @@ def accumulate(acc, m, l, scores, v, MASKED: tl.constexpr):  # noqa: E741 (l is 
 
 
 @triton.jit
-def start_rows(sinks_ptr, heads, row_mask, counts_sink, ROWS: tl.constexpr, DIM_V: tl.constexpr):
-    """(acc, m, l) before any key. A sink is one more key with no value, for rows where `counts_sink`."""
+def start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS: tl.constexpr, DIM_V: tl.constexpr):
+    """(acc, m, l) before any key. A sink is one more key with no value, for rows that have others."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
-        m = tl.where(counts_sink, sink, m)
-        l = tl.where(counts_sink, WEIGHT_ONE, l)  # noqa: E741
+        m = tl.where(has_keys, sink, m)
+        l = tl.where(has_keys, WEIGHT_ONE, l)  # noqa: E741
     return tl.zeros([ROWS, DIM_V], tl.float32), m, l
 
 

@@ -23,13 +23,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import MAX_QUERIES, check_prefix, check_query_starts
+from ._checks import MAX_QUERIES, check_prefix, check_query_starts, check_tensor
 from .merge_states import merge_attention_states
 from .mixed_batch import attend_mixed
 from .paged_decode import paged_decode
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr"],
+)
 def _query_positions_kernel(
     positions_ptr, query_start_loc_ptr, seq_lens_ptr, num_seqs, num_tokens,
     CAUSAL: tl.constexpr, TOKENS: tl.constexpr,
@@ -85,7 +88,7 @@ def cascade_attention(
     block_tables: torch.Tensor,
     max_query_len: int,
     max_seq_len: int,
-    num_decodes: int,
+    num_decodes: int | None,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     causal: bool = True,
@@ -106,6 +109,8 @@ def cascade_attention(
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
     num_seqs = seq_lens.shape[0]
     prefix_len = prefix_block_ids.shape[0] * block_size
+    shape = (num_tokens, num_q_heads, head_size_v)
+    check_tensor("out", out, shape=shape, dtype=(q.dtype, torch.float32), device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out
     if plan is None:
@@ -153,7 +158,7 @@ def cascade_attention(
         seq_lens=seq_lens,
         block_tables=block_tables,
         max_query_len=max_query_len,
-        max_seq_len=max(max_seq_len - prefix_len, 1),
+        max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         causal=causal,
         sinks=sinks,

@@ -20,7 +20,10 @@ import triton.language as tl
 from ._checks import FLOAT_DTYPES, check_last_axis_contiguous, check_states, check_tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["lse_ptr", "lse_a_ptr", "lse_b_ptr"],
+)
 def _merge_attention_states_kernel(
     out_ptr, lse_ptr, out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, num_rows, num_heads,
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from .paged_decode import paged_decode
+from ._checks import MAX_QUERIES, check_attention, check_query_starts
+from .paged_decode import paged_decode, rows_of_program
 from .paged_prefill import paged_prefill
+
+_CHECKED = ("window", "attention_chunk", "softcap", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
 def attend_mixed(
@@ -19,7 +22,7 @@ def attend_mixed(
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_query_len: int,
-    num_decodes: int,
+    num_decodes: int | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     prefix_lm_ranges: torch.Tensor | None = None,
@@ -27,10 +30,26 @@ def attend_mixed(
     batch_invariant: bool = False,
     **rules: Any,
 ) -> None:
-    """Sequences [0, num_decodes) to paged decode, the others to paged prefill, whose common arguments are `rules`."""
-    num_seqs = seq_lens.shape[0]
+    """Sequences [0, num_decodes) to paged decode, the others to paged prefill, whose common arguments are `rules`.
+
+    With None nothing is known of the query lengths but their bound: all to paged decode, by their query_start_loc, if
+    the rows of a sequence fit one program, else all to paged prefill.
+    """
+    num_seqs, max_query_len = seq_lens.shape[0], max(1, max_query_len)
+    check_query_starts(q, seq_lens, query_start_loc)
+    several = num_decodes == num_seqs and (max_query_len > 1 or tree_mask is not None)
+    if num_decodes is None:
+        group, head_size = q.shape[1] // max(1, k_cache.shape[2]), max(q.shape[2], v_cache.shape[3])
+        fits = max_query_len * group <= rows_of_program(max_query_len, group, head_size)
+        several = tree_mask is not None or (max_query_len <= MAX_QUERIES and fits)
+        num_decodes = num_seqs if several else 0
+    if 0 < num_decodes < num_seqs:
+        # one part must not run before the other is refused
+        check_attention(
+            q, k_cache, v_cache, seq_lens, block_tables, out, lse,
+            **{name: rules.get(name) for name in _CHECKED}, prefix_lm_ranges=prefix_lm_ranges,
+        )  # fmt: skip
     if num_decodes > 0:
-        several = num_decodes == num_seqs and max_query_len > 1
         rows = slice(None) if several else slice(num_decodes)
         paged_decode(
             q[rows],

@@ -5,7 +5,7 @@
 
 Program (s, g, p) owns split p of sequence s for KV head g, all its new tokens (one in plain decoding, up to 16 when
 drafts are verified) and all query heads that share the KV head: they are the rows of one matrix product, so K and V are
-read once per KV head. A tile holds TILE_KV tokens gathered from as many blocks as it takes; only tiles at the window's
+read once per KV head (or once per 64 rows, where there are more). A tile holds TILE_KV tokens gathered from as many blocks as it takes; only tiles at the window's
 start and among the new tokens at the sequence's end are masked. With one split the program writes the result itself,
 else it writes a normalised partial result and its lse, and `_merge_splits_kernel` joins them.
 
@@ -49,7 +49,16 @@ def _sees_any(tree_rows, firsts, stops, context_len):
     return (firsts < context_len) | (tl.max(line.to(tl.int32), axis=1) != 0)
 
 
-@triton.jit
+# What varies from step to step chooses no variant: a compilation in the middle of serving takes seconds.
+@triton.jit(
+    do_not_specialize=[
+        "kv_start", "num_ranges", "lse_stride_token", "lse_stride_head", "table_stride_seq", "tree_stride_token",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "tree_mask_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
+        "query_positions_ptr",
+    ],
+)  # fmt: skip
 def _paged_decode_kernel(
     out_ptr, lse_ptr,
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_slopes_ptr, sinks_ptr, tree_mask_ptr, ranges_ptr,
@@ -60,25 +69,27 @@ def _paged_decode_kernel(
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
     k_scale_stride, v_scale_stride, table_stride_seq, tree_stride_token,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs, num_kv_heads, num_splits). PARTIAL: write lse2 per split instead of the final lse.
+    """Grid (num_seqs, num_kv_heads * ROW_TILES, num_splits), ROWS rows of a sequence a program. PARTIAL: write lse2 per split instead of the final lse.
 
     Without `query_start_loc_ptr` each sequence has one new token. `query_positions_ptr` says where the new tokens are
     in their sequences when that is not the end, negative where they see nothing.
     """
     seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + seq)
 
     # row r holds new token r // GROUP for head kv_head * GROUP + r % GROUP
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(1) % ROW_TILES * ROWS + tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows % GROUP
     if query_start_loc_ptr is not None:
         query_start = tl.load(query_start_loc_ptr + seq)
         query_len = tl.load(query_start_loc_ptr + seq + 1) - query_start
+        if query_len <= 0:
+            return
         tokens = query_start.to(tl.int64) + rows // GROUP
         row_mask = rows < query_len * GROUP
         row_positions = seq_len - query_len + rows // GROUP
@@ -125,8 +136,15 @@ def _paged_decode_kernel(
     if split_len is None:
         tiles = tl.cdiv(tl.maximum(seen_to - origin, 0), TILE_KV)
         split_len = tl.cdiv(tiles, tl.num_programs(2)) * TILE_KV
-    start = origin + split * split_len
-    stop = tl.minimum(start + split_len, seen_to)
+        start = origin + split * split_len
+        stop = tl.minimum(start + split_len, seen_to)
+    elif query_positions_ptr is not None:
+        # rows of several sequences: a cut may not depend on where another's window begins
+        stop = tl.minimum((split + 1) * split_len, seen_to)
+        start = tl.maximum(split * split_len, origin)
+    else:
+        start = origin + split * split_len
+        stop = tl.minimum(start + split_len, seen_to)
     bulk_start = start
     if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
         bulk_start = tl.maximum(start, tl.cdiv(all_from, TILE_KV) * TILE_KV)
@@ -150,12 +168,15 @@ def _paged_decode_kernel(
             tree_mask_ptr + tl.where(row_mask, tokens, query_start.to(tl.int64)) * tree_stride_token
         )
 
-    # the sink enters once, in the first split, for rows that have keys (be they those before kv_start)
-    has_keys = (split == 0) & (seq_len > 0) & (rows >= 0)
-    if CAUSAL:
-        has_keys = has_keys & (row_positions >= 0)
-    if (tree_mask_ptr is not None) & (sinks_ptr is not None):
-        has_keys = has_keys & _sees_any(tree_rows, firsts, stops, context_len)
+    has_keys = row_mask
+    if sinks_ptr is not None:
+        # the sink enters once, in the first split, for rows that have keys (be they those before kv_start)
+        lows, highs = visible_interval(
+            row_positions, seq_len, window, attention_chunk, None, ranges_ptr, num_ranges, CAUSAL
+        )
+        has_keys = (split == 0) & (lows < highs)
+        if tree_mask_ptr is not None:
+            has_keys = has_keys & _sees_any(tree_rows, lows, highs, context_len)
     acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
@@ -185,8 +206,8 @@ def _paged_decode_kernel(
 
     out, lse2 = finish(acc, m, l, v_scale)
     if query_positions_ptr is not None:
-        out = tl.where(blind[:, None], 0.0, out)
         lse2 = tl.where(blind, float("-inf"), lse2)
+        out = tl.where(blind[:, None], 0.0, out)
     out_offsets = tokens * out_stride_token + heads * out_stride_head + split * out_stride_split
     out_mask = row_mask[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
     out_rows = out_ptr + out_offsets[:, None] + dims_v[None, :]
@@ -198,7 +219,10 @@ def _paged_decode_kernel(
         tl.store(lse_ptr + lse_offsets, lse2 * LN_2, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_splits", "lse_stride_token", "lse_stride_head"],
+    do_not_specialize_on_alignment=["lse_ptr", "query_start_loc_ptr"],
+)
 def _merge_splits_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse2_ptr, query_start_loc_ptr, num_seqs, num_splits,
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
@@ -222,8 +246,8 @@ def _merge_splits_kernel(
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     out = tl.zeros([DIM_V], tl.float32)
-    for group in range(0, num_splits, SPLITS):
-        splits = group + tl.arange(0, SPLITS)
+    for first in range(0, num_splits, SPLITS):
+        splits = first + tl.arange(0, SPLITS)
         lse2 = tl.load(partial_lse2_ptr + splits, mask=splits < num_splits, other=float("-inf"))
         # a split that saw no token is not read: its memory may be unset
         mask = (lse2 != float("-inf"))[:, None] & (dims_v[None, :] < HEAD_SIZE_V)
@@ -260,6 +284,11 @@ class DecodePlan:
     )
 
 
+def rows_of_program(num_queries: int, group: int, head_size: int) -> int:
+    """Rows of one program's matrix product: all queries * group of a sequence, up to what its registers hold."""
+    return min(padded(num_queries * group), 64 if head_size <= 128 else 32)
+
+
 def plan_paged_decode(
     *,
     num_seqs: int,
@@ -274,10 +303,10 @@ def plan_paged_decode(
 ) -> DecodePlan:
     """Launch choices from shapes and the longest possible sequence, never from actual lengths.
 
-        rows (queries * group)      head size <= 64     <= 128      > 128
+        rows of a program           head size <= 64     <= 128      > 128
         one query, <= 16            1 warp, 64 tokens   1, 32       4, 32 (16 quantised)
         else rows * size <= 4096    4, 32               4, 32       4, 32 (16 quantised)
-        else                        8, 32               8, 32       8, 32 (16 from 128 rows on)
+        else                        8, 32               8, 32       8, 32 (16 quantised)
 
     One warp per program keeps a whole row of scores in one warp: compiled for sm_90 it needs 2 barriers per tile
     against 6 to 9 with four warps, where the row's maximum and sum cross warps. More than 16 rows, a place of its own
@@ -288,12 +317,13 @@ def plan_paged_decode(
     itself. With `batch_invariant` the length of a split is fixed instead of their number, so that where a sequence is
     cut, and with it the order of its sums, depends on nothing else in the batch.
     """
-    rows = padded(num_queries * group)
-    num_stages = 3 if head_size <= 64 else 2
+    rows = rows_of_program(num_queries, group, head_size)
+    # tiles of bytes are small: a third one in flight
+    num_stages = 3 if head_size <= 64 or (quantised and head_size <= 128) else 2
     if num_queries == 1 and rows == 16 and head_size <= 128:
         tile_kv, num_warps = (64 if head_size <= 64 else 32), 1
     else:
-        tile_kv = 16 if (quantised and head_size > 128) or (rows >= 128 and head_size > 64) else 32
+        tile_kv = 16 if quantised and head_size > 128 else 32
         num_warps = 4 if rows * head_size <= 4096 else 8
     if batch_invariant:
         num_splits = max(1, -(-max_seq_len // INVARIANT_SPLIT))
@@ -361,26 +391,37 @@ def paged_decode(
     if num_seqs == 0 or num_tokens == 0:
         return out
     group = num_q_heads // num_kv_heads
+    rows = rows_of_program(max_query_len, group, max(head_size, head_size_v))
+    row_tiles = triton.cdiv(max_query_len * group, rows)
+    # tiles start at multiples of their size, which divides 64, so that the first may begin before kv_start
+    longest = max(1, max_seq_len - (kv_start or 0) // 64 * 64)
     if plan is None:
         plan = plan_paged_decode(
             num_seqs=num_seqs,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads * row_tiles,
             group=group,
             head_size=max(head_size, head_size_v),
-            max_seq_len=max_seq_len,
+            max_seq_len=longest,
             num_sms=multiprocessors(q.device),
             num_queries=max_query_len,
             quantised=k_cache.dtype != q.dtype,
             batch_invariant=batch_invariant,
         )
     splits = plan.num_splits
+    if plan.split_len is not None and (
+        plan.split_len % plan.tile_kv or splits * plan.split_len < longest
+    ):
+        raise ValueError(
+            f"plan: expected splits of whole tiles of {plan.tile_kv} that cover {longest} tokens, got {splits} of "
+            f"{plan.split_len}"
+        )
     if splits > 1:
         shape = (num_tokens, num_q_heads, splits)
         partial = torch.empty(*shape, head_size_v, dtype=torch.float32, device=q.device)
         partial_lse2 = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:
         partial, partial_lse2 = out.unsqueeze(2), lse
-    _paged_decode_kernel[(num_seqs, num_kv_heads, splits)](
+    _paged_decode_kernel[(num_seqs, num_kv_heads * row_tiles, splits)](
         out_ptr=partial,
         lse_ptr=partial_lse2,
         **paged_operands(q, k_cache, v_cache, block_tables, k_scale, v_scale, prefix_lm_ranges),
@@ -402,7 +443,8 @@ def paged_decode(
         lse_stride_token=0 if partial_lse2 is None else partial_lse2.stride(0),
         lse_stride_head=0 if partial_lse2 is None else partial_lse2.stride(1),
         tree_stride_token=0 if tree_mask is None else tree_mask.stride(0),
-        ROWS=padded(max_query_len * group),
+        ROWS=rows,
+        ROW_TILES=row_tiles,
         TILE_KV=plan.tile_kv,
         CAUSAL=causal and query_start_loc is not None,  # one token is the last: it sees all
         PARTIAL=splits > 1,

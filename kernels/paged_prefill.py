@@ -51,7 +51,15 @@ def _find_sequence(query_start_loc_ptr, num_seqs, tile, TILE_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+# What varies from step to step chooses no variant: a compilation in the middle of serving takes seconds.
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "kv_start", "num_ranges", "lse_stride_token", "lse_stride_head", "table_stride_seq",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
+    ],
+)  # fmt: skip
 def _paged_prefill_kernel(
     out_ptr, lse_ptr,
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_slopes_ptr, sinks_ptr, ranges_ptr,
@@ -123,10 +131,12 @@ def _paged_prefill_kernel(
         bulk_start = tl.cdiv(all_from, TILE_KV) * TILE_KV
     bulk_stop = tl.maximum(bulk_start, seen_by_all // TILE_KV * TILE_KV)
 
-    # a sink counts for rows that have keys (be they those before kv_start)
-    has_keys = (seq_len > 0) & (rows >= 0)
-    if CAUSAL:
-        has_keys = has_keys & (row_positions >= 0)
+    has_keys = row_mask
+    if sinks_ptr is not None:
+        lows, highs = visible_interval(
+            row_positions, seq_len, window, attention_chunk, None, ranges_ptr, num_ranges, CAUSAL
+        )
+        has_keys = lows < highs  # be they those before kv_start
     acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head

@@ -93,7 +93,7 @@ def paged_attention(
     v_scale: Tensor | None,
     prefix_lm_ranges: Tensor | None,
     tree_mask: Tensor | None,
-    num_decodes: int,
+    num_decodes: int | None,
     batch_invariant: bool,
     out: Tensor,
     lse: Tensor | None,
@@ -111,8 +111,9 @@ def paged_attention(
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, ranges, tree_mask
     )  # fmt: skip
     lengths = seq_lens.tolist()
-    if num_decodes == num_seqs and max_query_len > 1:
-        num_decodes = 0  # several queries each attend like a chunk
+    several = max_query_len > 1 or tree_mask is not None
+    if num_decodes is None or (num_decodes == num_seqs and several):
+        num_decodes = 0  # by their query_start_loc, like chunks
 
     for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1], batch_invariant):
         if len(rows) > 1:

@@ -62,7 +62,7 @@ def _triton_cascade(
 _RULES = (
     " SymInt max_query_len, SymInt max_seq_len, float scale, bool causal, int? window, int? attention_chunk,"
     " float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale,"
-    " Tensor? prefix_lm_ranges, Tensor? tree_mask, SymInt num_decodes, bool batch_invariant,"
+    " Tensor? prefix_lm_ranges, Tensor? tree_mask, SymInt? num_decodes, bool batch_invariant,"
     " Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 _paged_attention = register(
@@ -81,26 +81,28 @@ _cascade_attention = register(
 )
 
 
-def _num_decodes(
+def _check_dispatch(
     num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int | None, tree_mask: Tensor | None
-) -> int:  # fmt: skip
-    """How many sequences take the decode kernel, checked."""
-    if num_decodes is None:
-        num_decodes = num_seqs if max_query_len <= MAX_QUERIES else 0
-    if tree_mask is not None and (num_decodes < num_seqs or max_query_len > MAX_QUERIES):
+) -> None:  # fmt: skip
+    """Check which sequences are to take the decode kernel."""
+    some_are_prefills = num_decodes is not None and num_decodes < num_seqs
+    if tree_mask is not None and (some_are_prefills or max_query_len > MAX_QUERIES):
         raise ValueError(
             f"tree_mask: expected decodes of up to {MAX_QUERIES} queries only, got max_query_len {max_query_len} and "
             f"{num_decodes} decodes of {num_seqs} sequences"
         )
+    if num_decodes is None:
+        return
     if num_decodes == num_seqs and max_query_len > MAX_QUERIES:
         raise ValueError(
             f"num_decodes: expected at most {MAX_QUERIES} queries each if all are decodes, got {max_query_len}"
         )
-    if not 0 <= num_decodes <= min(num_seqs, num_tokens):
+    of_one_query = num_decodes < num_seqs or (max_query_len <= 1 and tree_mask is None)
+    most = min(num_seqs, num_tokens) if of_one_query else num_seqs
+    if not 0 <= num_decodes <= most:
         raise ValueError(
-            f"num_decodes: expected at most {min(num_seqs, num_tokens)} (sequences, tokens), got {num_decodes}"
+            f"num_decodes: expected 0 to {most} (sequences, tokens), got {num_decodes}"
         )
-    return num_decodes
 
 
 def paged_attention(
@@ -157,9 +159,10 @@ def paged_attention(
                      another whatever the other rules say (an image in a causal prompt). Disjoint; low >= high: unused
     tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
                      other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
-    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs: with one
-                     query each, or, if these are all sequences, up to 16. None: all if max_query_len <= 16, else none.
-                     A decode row with seq_len 0 is padding
+    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs. They have
+                     one query each, rows [0, num_decodes) of q (query_start_loc is not looked at for them), or, if these
+                     are all sequences and max_query_len is 2 to 16, up to that many. A decode with seq_len 0 is padding.
+                     None: nothing but max_query_len is known; all take the decode kernel if it is small, else none
     batch_invariant  a sequence's result is the same to the last bit whatever else is in the batch, as long as its kernel
                      (decode or prefill) and, for decodes of several queries, max_query_len stay the same
     out              [num_tokens, num_q_heads, head_size_v], dtype of q or fp32; None: allocated, dtype of q
@@ -167,13 +170,14 @@ def paged_attention(
                      Triton wrapper directly, past torch's dispatcher; on a CPU only under the interpreter
 
     Returns out, or (out, lse [num_tokens, num_q_heads] fp32, natural log). Rows that see no key: out 0, lse -inf. Rows
-    of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written.
+    of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written. A NaN or infinity in a key or
+    value that some query of a sequence sees may show in any query of that sequence, and in no other's.
     """
     num_tokens, num_q_heads, head_size = q.shape
     num_seqs = seq_lens.shape[0]
     if scale is None:
         scale = head_size**-0.5
-    num_decodes = _num_decodes(num_tokens, num_seqs, max_query_len, num_decodes, tree_mask)
+    _check_dispatch(num_tokens, num_seqs, max_query_len, num_decodes, tree_mask)
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
@@ -185,6 +189,9 @@ def paged_attention(
     if plan is None:
         _paged_attention(*args)
     elif num_decodes in (0, num_seqs):
+        expected = "PrefillPlan" if num_decodes == 0 else "DecodePlan"
+        if type(plan).__name__ != expected:
+            raise ValueError(f"plan: expected a {expected}, got {type(plan).__name__}")
         _triton_attention(*args, plan=plan)
     else:
         raise ValueError(
@@ -237,7 +244,7 @@ def cascade_attention(
             "prefix_lm_ranges: expected None with window or attention_chunk, for a range may reach back over the "
             "window's edge into the shared prefix, got both"
         )
-    num_decodes = _num_decodes(num_tokens, seq_lens.shape[0], max_query_len, num_decodes, tree_mask)
+    _check_dispatch(num_tokens, seq_lens.shape[0], max_query_len, num_decodes, tree_mask)
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None

@@ -37,7 +37,8 @@ class Batch:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None  # None: dtype
-    num_decodes: int = 0
+    num_decodes: int | None = 0
+    nobodys: tuple[int, int] = (0, 0)  # rows of q before the first and after the last sequence's
     num_prefix_blocks: int | None = None  # blocks that all sequences share, for a cascade
     hnd: bool = False  # heads before tokens inside a block
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,9 +64,12 @@ class Batch:
                         tables[row, i] = block
         self.k_cache = self._cache(num_blocks, self.head_size)
         self.v_cache = self._cache(num_blocks, self.head_size_v or self.head_size)
-        starts = [0, *itertools.accumulate(self.query_lens)]
+        before, after = self.nobodys
+        starts = [before, *(before + n for n in itertools.accumulate(self.query_lens))]
         # queries are a strided view, as they are in a fused QKV projection
-        packed = torch.randn(starts[-1], self.num_q_heads + 2, self.head_size).to(self.dtype)
+        packed = torch.randn(starts[-1] + after, self.num_q_heads + 2, self.head_size).to(
+            self.dtype
+        )
         self.q = packed[:, : self.num_q_heads]
         self.query_start_loc = torch.tensor(starts, dtype=torch.int32)
         self.seq_lens_tensor = torch.tensor(self.seq_lens, dtype=torch.int32)
@@ -153,6 +157,11 @@ class Batch:
         }
 
     @property
+    def somebodys(self) -> slice:
+        """Rows of q that belong to a sequence."""
+        return slice(int(self.query_start_loc[0]), int(self.query_start_loc[-1]))
+
+    @property
     def op(self) -> str:
         return "paged_attention" if self.num_prefix_blocks is None else "cascade_attention"
 
@@ -218,7 +227,7 @@ def naive_attention(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random_tree(batch: Batch) -> torch.Tensor:
-    """A branching draft per sequence: each new token sees its ancestors and itself."""
+    """A branching draft per sequence: each new token sees its ancestors and itself, but for a few that see none."""
     tree = torch.zeros(batch.q.shape[0], max(batch.query_lens), dtype=torch.bool)
     starts = batch.query_start_loc.tolist()
     for start, query_len in zip(starts, batch.query_lens, strict=False):
@@ -227,4 +236,6 @@ def random_tree(batch: Batch) -> torch.Tensor:
                 parent = int(torch.randint(i, ()))
                 tree[start + i] = tree[start + parent]
             tree[start + i, i] = True
+    blind = torch.rand(len(tree)) < 0.1
+    tree[blind] = False
     return tree

@@ -26,7 +26,7 @@ FEATURES: dict[str, list[Any]] = {
     "causal": [True, False],
     "window": [None, 1, 16, 37],
     "attention_chunk": [None, 5, 32],
-    "softcap": [None, 1.5],
+    "softcap": [None, 1.5, 50.0],
     "alibi": [False, True],
     "sinks": [False, True],
     "ranges": [False, True],
@@ -35,6 +35,7 @@ FEATURES: dict[str, list[Any]] = {
     "lse": [True, False],
     "batch_invariant": [False, True],
     "empty_rows": [False, True],
+    "dispatch": ["told", "default"],  # whether num_decodes is given
 }
 Case = dict[str, Any]
 
@@ -92,7 +93,7 @@ def pairwise(seed: int) -> list[Case]:
 def random_case(draw: random.Random) -> Case:
     while True:
         case = {
-            # half of the cases have a feature at its first value, so that others show what they do
+            # often a feature is at its first value, so that others show what they do
             name: values[0] if draw.random() < 0.3 else draw.choice(values)
             for name, values in FEATURES.items()
         }
@@ -137,7 +138,8 @@ def build(case: Case, draw: random.Random) -> Batch:
         block_size=block_size,
         dtype=case["dtype"],
         cache_dtype=cache_dtype,
-        num_decodes=num_decodes,
+        num_decodes=num_decodes if case["dispatch"] == "told" else None,
+        nobodys=(0, 0) if case["dispatch"] == "told" else (draw.randint(0, 2), draw.randint(0, 2)),
         num_prefix_blocks=prefix if case["cascade"] else None,
         hnd=case["hnd"],
         options=options,
@@ -173,6 +175,10 @@ def _lengths(case: Case, prefix_len: int, draw: random.Random) -> tuple[list[int
         shape, sum(1 for i in range(len(query_lens)) if query_lens[: i + 1] == [1] * (i + 1))
     )
     if case["empty_rows"]:
+        if shape == "drafts" or case["dispatch"] == "default":  # no queries
+            query_lens.append(0)
+            seq_lens.append(prefix_len + 9)
+            num_decodes += shape in ("decode", "drafts")
         if num_decodes:  # a decode row that is padding
             query_lens.insert(0, 1)
             seq_lens.insert(0, 0)
@@ -184,10 +190,10 @@ def _lengths(case: Case, prefix_len: int, draw: random.Random) -> tuple[list[int
 
 
 def _ranges(seq_lens: list[int], draw: random.Random) -> torch.Tensor:
-    """Two disjoint ranges a sequence: often at its end, where queries are, sometimes unused or past the end."""
+    """Two disjoint ranges a sequence: often at its end, where queries are, sometimes unused or out of the sequence."""
     ranges = []
     for seq_len in seq_lens:
-        points = sorted(draw.randint(0, seq_len + 3) for _ in range(3))
+        points = sorted(draw.randint(-4, seq_len + 3) for _ in range(3))
         end = seq_len + draw.choice([0, 0, 2])
         ranges.append([[points[0], points[1]], [max(points[1], end - draw.randint(0, 30)), end]])
     return torch.tensor(ranges, dtype=torch.int32).view(len(seq_lens), 2, 2)

@@ -47,12 +47,8 @@ def alone(batch: Batch, row: int) -> dict:
 @pytest.mark.parametrize(
     "options", [{}, {"window": 50, "sinks": torch.ones(2)}], ids=["", "window"]
 )
-def test_bits_do_not_depend_on_the_batch(attend, lengths, options, monkeypatch) -> None:
+def test_bits_do_not_depend_on_the_batch(attend, lengths, options) -> None:
     """B67: a row's result is the same, bit for bit, alone and among others, however long those are."""
-    if DEVICE == "cpu":
-        from octavo.kernels import paged_decode
-
-        monkeypatch.setattr(paged_decode, "INVARIANT_SPLIT", 64)  # several splits at these lengths
     batch = Batch(**lengths, num_q_heads=2, num_kv_heads=1, options=options)
     out, lse = attend(batch, batch_invariant=True)
     for row, (start, stop) in enumerate(itertools.pairwise(batch.query_start_loc.tolist())):
@@ -70,6 +66,36 @@ def test_bits_do_not_depend_on_the_batch(attend, lengths, options, monkeypatch) 
         assert torch.equal(one.cpu(), out[start:stop]) and torch.equal(
             one_lse.cpu(), lse[start:stop]
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"attention_chunk": 64}], ids=str)
+def test_bits_of_a_cascade_do_not_depend_on_the_batch(attend, options) -> None:
+    """The prefix is cut where the prefix says, not where another request's window begins."""
+    lengths = [140, 260, 131, 200]
+
+    def batch_of(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        batch = Batch(lengths, [1] * 4, 2, 1, num_decodes=4, num_prefix_blocks=7, options=options)
+        batch.seq_lens = [batch.seq_lens[i] for i in rows]
+        batch.q = batch.q[rows]
+        batch.block_tables = batch.block_tables[rows]
+        batch.seq_lens_tensor = batch.seq_lens_tensor[rows]
+        batch.query_start_loc = torch.arange(len(rows) + 1, dtype=torch.int32)
+        batch.query_lens, batch.num_decodes = [1] * len(rows), len(rows)
+        return attend(batch, batch_invariant=True)
+
+    torch.manual_seed(0)
+    out, lse = batch_of([0, 1, 2, 3])
+    for rows in ([0], [0, 2], [0, 3, 1]):
+        torch.manual_seed(0)
+        few, few_lse = batch_of(rows)
+        assert torch.equal(few[0], out[0]) and torch.equal(few_lse[0], lse[0])
+
+
+def test_a_cascade_cuts_no_key_off(attend) -> None:
+    """The tiles of the rest begin before the shared prefix ends: with 16 + 48 keys left there is one split of 64 more."""
+    for seq_len in range(142, 147):
+        batch = Batch([seq_len, 60], [1, 1], 2, 1, num_decodes=2, num_prefix_blocks=1)
+        check_batch(attend, batch, batch_invariant=True)
 
 
 def test_fixed_splits_cover_every_length() -> None:
@@ -112,7 +138,6 @@ def test_launches_depend_on_maxima_only(monkeypatch, kind) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", recorded)
     from octavo.tests.kernels.attending import attend_with
 
-    attend = attend_with("triton", monkeypatch)
     seen = []
     for seq_lens, query_lens in (([40, 33, 90], [3, 9, 4]), ([64, 100, 37], [8, 4, 4])):
         if kind != "prefill":
@@ -128,6 +153,9 @@ def test_launches_depend_on_maxima_only(monkeypatch, kind) -> None:
             batch.block_tables, (0, 12 - batch.block_tables.shape[1])
         )
         launches.clear()
+        monkeypatch.undo()
+        monkeypatch.setattr(GridExecutor, "__call__", recorded)
+        attend = attend_with("triton", monkeypatch)  # the same splits in both rounds
         # the cache is of one size in a captured graph; a bound above all lengths stands for max_model_len
         out, _ = attend(batch, max_seq_len=128, max_query_len=16 if kind == "prefill" else 1)
         exact, _ = getattr(reference, batch.op)(
@@ -254,6 +282,50 @@ def test_many_small_weights_outweigh_a_large_one_in_fp16(attend) -> None:
     out, _ = attend(batch)
     share = 4000 * math.exp(-16.5)
     assert abs(out.float().mean().item() / (1000 * share / (1 + share)) - 1) < 0.01
+
+
+# ---------------------------------------------------------------- which kernel, which rows
+
+
+def test_rows_are_found_by_query_start_loc(attend) -> None:
+    """Without num_decodes: sequences with no query, rows before the first and after the last sequence's."""
+    batch = Batch([5, 9, 7], [1, 0, 1], num_decodes=None, nobodys=(2, 1))
+    check_batch(attend, batch)
+    batch = Batch([5, 9], [0, 0], num_decodes=None)
+    assert attend(batch)[0].shape[0] == 0
+
+
+def test_a_sequence_without_queries_is_not_read(attend) -> None:
+    batch = Batch([9, 20, 5], [0, 3, 2], num_decodes=3)
+    assert (batch.block_tables[0] == 2**31 - 1).all()  # garbage, for no key of it is seen
+    check_batch(attend, batch)
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 16])
+def test_more_rows_than_a_program_holds(attend, query_len) -> None:
+    """71 query heads a KV head, as Falcon has, with drafts: several programs share a sequence's rows."""
+    for num_decodes in (None, 2):
+        batch = Batch([40, 21], [query_len] * 2, 71, 1, head_size=16, num_decodes=num_decodes)
+        check_batch(attend, batch)
+
+
+def test_one_new_token_with_a_tree_mask(attend) -> None:
+    batch = Batch([5, 9, 30, 1, 17], [1] * 5, num_decodes=5)
+    batch.options["tree_mask"] = torch.tensor([[True], [False], [True], [False], [True]])
+    check_batch(attend, batch)
+
+
+def test_a_strided_or_odd_query_start_loc_is_refused_before_anything_is_written(attend) -> None:
+    batch = Batch([50, 40], [1, 3], num_decodes=1)
+    for bad in (
+        torch.tensor([0, 7, 1, 9, 4], dtype=torch.int32)[::2],
+        torch.tensor([0, 1, 4]),
+        torch.tensor([0, 1, 4, 4], dtype=torch.int32),
+    ):
+        out = torch.full((4, 6, 32), 7.0, device=DEVICE)
+        with pytest.raises(ValueError, match="query_start_loc: expected"):
+            attend(batch, query_start_loc=bad, out=out)
+        assert (out == 7).all()
 
 
 # ---------------------------------------------------------------- what is refused

@@ -26,7 +26,8 @@ def run(attend, case: features.Case, seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     batch = features.build(case, draw)
-    check_batch(attend, batch, case["lse"], batch_invariant=case["batch_invariant"])
+    loose = {"max_seq_len": max(batch.seq_lens) + draw.choice([0, 0, 1, 100])}
+    check_batch(attend, batch, case["lse"], batch_invariant=case["batch_invariant"], **loose)
 
 
 SINGLE, PAIRS = features.single(), features.pairwise(seed=0)

@@ -212,7 +212,7 @@ BAD_ATTENTION = {
     "sinks: expected": {"sinks": torch.zeros(3, dtype=torch.int32)},
     "window: expected a positive": {"window": 0},
     "softcap: expected a positive": {"softcap": -1.0},
-    "num_decodes: expected at most 3": {"num_decodes": 4},
+    "num_decodes: expected 0 to 3": {"num_decodes": 4},
     "out: expected float32": {"out": torch.zeros(25, 3, 16)},
 }
 

@@ -270,27 +270,30 @@ def test_every_prefill_plan_gives_the_same_answer(rows, tile_kv, options) -> Non
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs where there is no GPU")
-def test_offsets_are_64_bits_wide(watch) -> None:
-    """B76: block id times stride passes 2^31 elements; the guard sees an offset that wrapped as out of bounds.
+@pytest.mark.parametrize("far", ["block", "slot"])
+def test_offsets_are_64_bits_wide(watch, far) -> None:
+    """B76: block id times stride, or offset in the block times stride, passes 2^31 elements; a product that wrapped is
+    out of bounds to the guard.
 
-    The cache is a view over sparse memory: only the pages of the blocks in use exist.
+    The cache is a view over sparse memory: only the pages of the slots in use exist.
     """
     block_size, num_kv_heads, head_size = 16, 1, 32
-    block = block_size * num_kv_heads * head_size
-    num_blocks = 2**31 // block + 3
-    storage = torch.UntypedStorage(num_blocks * block * 2)
+    slot = head_size if far == "block" else 2**31 // (block_size - 1) + head_size
+    block = block_size * slot if far == "block" else head_size
+    num_blocks = 2**31 // block + 3 if far == "block" else 2
+    storage = torch.UntypedStorage((num_blocks * block + block_size * slot) * 2)
     cache = torch.tensor([], dtype=torch.float16).set_(
-        storage, 0, (num_blocks, block_size, num_kv_heads, head_size)
+        storage, 0, (num_blocks, block_size, num_kv_heads, head_size), (block, slot, head_size, 1)
     )
     cache[-1] = torch.randn(block_size, num_kv_heads, head_size).half()
     query = torch.randn(2, 2, head_size).half()
     table = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
-    small = {"seq_lens": torch.tensor([7], dtype=torch.int32), "max_seq_len": 16, "scale": 0.2}
+    small = {"seq_lens": torch.tensor([16], dtype=torch.int32), "max_seq_len": 16, "scale": 0.2}
 
     from octavo.kernels.paged_decode import paged_decode
     from octavo.kernels.paged_prefill import paged_prefill
 
-    near = cache[-1:].clone()
+    near = cache[-1:].contiguous()
     zero = torch.zeros_like(table)
     starts = torch.tensor([0, 2], dtype=torch.int32)
     for run in (
