@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.kernels import block_copy, block_swap, cache_write, cpu, reference
 from octavo.tests.kernels.cases import QUANTISED
@@ -222,3 +223,30 @@ def test_widest_word() -> None:
     assert block_copy.widest_word(pool[:, :2]) == 4
     assert block_copy.widest_word(pool, pool[:, 1:9]) == 2
     assert block_copy.widest_word(torch.zeros(4, 3, dtype=torch.uint8)) == 1
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's copies."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.copies += function is torch.ops.aten.copy_.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the memory guard counts interpreted launches")
+@pytest.mark.parametrize("num_layers", [1, 30])
+@pytest.mark.parametrize("num_pairs", [1, 3])
+def test_launches_and_copies_do_not_grow_with_layers(watch, num_layers, num_pairs) -> None:
+    """Copy-on-write of p pairs is one launch; a swap of b blocks is b copies, or one launch; whatever the layers."""
+    pool = torch.randn(8, num_layers, 2, 4, 1, 8)
+    host = torch.zeros(8, num_layers, 2, 4, 1, 8)
+    pairs = torch.tensor([[0, 4], [1, 5], [2, 6]])[:num_pairs]
+    block_copy.copy_blocks(pool, pairs)
+    assert watch.launches == 1
+    with Counted() as counted:
+        block_swap.swap_blocks(pool, host, pairs, plan=block_swap.SwapPlan(by_kernel=False))
+    assert (watch.launches, counted.copies) == (1, num_pairs)
+    block_swap.swap_blocks(pool, host, pairs, plan=block_swap.SwapPlan(by_kernel=True))
+    assert watch.launches == 2
