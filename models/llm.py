@@ -143,13 +143,14 @@ class LLM:
             raise ValueError(
                 f"num_gpu_blocks: expected a pool that fits the memory, {num_gpu_blocks} blocks take {size:.1f} GiB"
             ) from error
+        check = os.environ.get("OCTAVO_CHECK") == "1"
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(cast(Model, loaded), self.pool),
+            ModelRunner(cast(Model, loaded), self.pool, check=check),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
-            check=os.environ.get("OCTAVO_CHECK") == "1",
+            check=check,
         )
         self._ids = itertools.count()
         # requests that changed in a step which another call took, until their own call looks

@@ -95,8 +95,9 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     seq_data             seq_id -> SequenceData
     block_tables         seq_id -> int32 array, block index -> block id; blocks of later chunks may be missing
     token_chunk_size     tokens fed per sequence in this step
-    computed_block_nums  ids of the leading full blocks whose KV exists at the start of the step. They need not be
-                         computed again; they never limit what is attended, which is always the whole sequence
+    computed_block_nums  ids of the leading full blocks, common to all sequences, whose KV exists at the start of the
+                         step. They need not be computed again; they never limit what is attended, which is always the
+                         whole sequence
     do_sample            False before the last chunk
     generation_id        placement version of the group
     """

@@ -13,6 +13,7 @@ from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
 from .sampler import sample, sampling_rows
+from .shadow_cache import ShadowCache
 
 
 class Model(Protocol):
@@ -26,13 +27,22 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """A model, its KV pool and, for swapping, a pool in host memory."""
+    """A model, its KV pool and, for swapping, a pool in host memory.
 
-    def __init__(self, model: Model, pool: KVPool, host_pool: KVPool | None = None) -> None:
+    check   ask a `ShadowCache` before each launch whether every row will read its own tokens
+    """
+
+    def __init__(
+        self, model: Model, pool: KVPool, host_pool: KVPool | None = None, check: bool = False
+    ) -> None:
         self.model = model
         self.pool = pool
         self.host_pool = host_pool
         self._buffers = LaunchBuffers(pool.data.device)
+        num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
+        self._shadow = (
+            ShadowCache(pool.block_size, pool.num_blocks, num_host_blocks) if check else None
+        )
 
     @torch.inference_mode()
     def execute(
@@ -56,6 +66,10 @@ class ModelRunner:
             current = generation_of(metadata.request_id)
             if current != metadata.generation_id:
                 raise StaleMetadataError(metadata.request_id, metadata.generation_id, current)
+        if self._shadow is not None:
+            self._shadow.check_step(
+                seq_group_metadata_list, blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
+            )
         self._move_blocks(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
         hidden = self.model(args, self.pool)
         if len(rows.seed) == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import numpy as np
+
 from ..runtime.metadata import SequenceGroupMetadata
 from .block_manager import BlockManager
 from .config import SchedulerConfig
@@ -73,17 +75,28 @@ def create_metadata(
     """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
     leader = seqs[0]
     computed = leader.num_computed_tokens
+    tables = {seq.seq_id: blocks.table(seq.seq_id) for seq in seqs}
     return SequenceGroupMetadata(
         request_id=group.request_id,
         is_prompt=is_prefill,
         seq_data=MappingProxyType({seq.seq_id: seq.snapshot() for seq in seqs}),
-        block_tables=MappingProxyType({seq.seq_id: blocks.table(seq.seq_id) for seq in seqs}),
+        block_tables=MappingProxyType(tables),
         sampling_params=group.sampling_params,
         token_chunk_size=chunk,
-        computed_block_nums=blocks.table(leader.seq_id)[: computed // config.block_size],
+        computed_block_nums=_computed_blocks(seqs, list(tables.values()), config.block_size),
         do_sample=computed + chunk == leader.num_tokens,
         generation_id=group.generation_id,
         sliding_window=config.sliding_window,
         lora_request=group.lora_request,
         prompt_adapter_request=group.prompt_adapter_request,
     )
+
+
+def _computed_blocks(seqs: list[Sequence], tables: list[np.ndarray], block_size: int) -> np.ndarray:
+    """The leading full blocks that all sequences have computed, and have in common: samples part where their text does."""
+    common = tables[0][: min(seq.num_computed_tokens for seq in seqs) // block_size]
+    for table in tables[1:]:
+        parts = np.flatnonzero(common != table[: len(common)])
+        if len(parts):
+            common = common[: parts[0]]
+    return common

@@ -201,6 +201,7 @@ BAD_PAIRS = {
     "destination negative": [[1, -1]],
     "two writers": [[1, 2], [3, 2]],
     "chain": [[1, 2], [2, 3]],
+    "chain, the reader first": [[2, 3], [1, 2]],
     "itself": [[1, 1]],
 }
 

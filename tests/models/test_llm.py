@@ -337,3 +337,14 @@ def test_a_quantised_cache(llm, model_name, kv_cache_dtype) -> None:
 def test_an_unknown_cache_dtype_is_refused(model_name) -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype: expected one of auto, fp8, fp8_e5m2"):
         LLM(model_name, kv_cache_dtype="int3")
+
+
+def test_a_checked_run_passes(model_name, monkeypatch) -> None:
+    """OCTAVO_CHECK=1 with shared prefixes, forks, chunks and preemption: every read is of the row's own tokens."""
+    monkeypatch.setenv("OCTAVO_CHECK", "1")
+    checked = LLM(model_name, num_gpu_blocks=16, max_num_batched_tokens=48, max_model_len=128)
+    prompts = ["The history of printing began long ago. " * 3 + word for word in ("A", "B", "Then")]
+    params = [SamplingParams(max_tokens=20, seed=i, n=1 + i % 2) for i in range(3)]
+    outputs = checked.generate([*prompts, *PROMPTS[:3]], [*params, *params])
+    assert all(len(c.token_ids) > 0 for output in outputs for c in output.outputs)
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from octavo.runtime.kv_pool import KVPool
-from octavo.runtime.metadata import SequenceData, SequenceGroupMetadata, StaleMetadataError
+from octavo.runtime.metadata import (
+    MetadataError,
+    SequenceData,
+    SequenceGroupMetadata,
+    StaleMetadataError,
+)
 from octavo.runtime.params import SamplingParams
 from octavo.runtime.runner import ModelRunner
 
@@ -97,3 +103,21 @@ def test_swapping_needs_a_host_pool(pools):
         ModelRunner(EchoModel(), pools[0]).execute(
             [snapshot([7], [2])], blocks_to_swap_in=[(1, 1)], generation_of=lambda _: 0
         )
+
+
+def test_a_checked_runner_refuses_to_read_what_nobody_wrote(pools):
+    """Before any memory is touched: the moves of the refused step are not made either."""
+    pool, host = pools
+    runner = ModelRunner(EchoModel(), pool, host, check=True)
+    out = runner.execute([snapshot([7, 8, 9], [2, 3])], generation_of=lambda _: 0)
+    assert out.token_ids.tolist() == [10]
+    before = pool.data.clone()
+    step = snapshot([7, 8, 9, 10], [2, 4])  # the second block was never written
+    data = msgspec.structs.replace(step.seq_data[0], num_computed_tokens=3)
+    step = msgspec.structs.replace(step, seq_data={0: data}, token_chunk_size=1)
+    with pytest.raises(MetadataError, match="own token 2 in block 4, offset 0, got nothing"):
+        runner.execute([step], blocks_to_copy=[(2, 5)], generation_of=lambda _: 0)
+    assert torch.equal(pool.data, before)
+    step = msgspec.structs.replace(step, block_tables={0: np.array([2, 3], np.int32)})
+    runner.execute([step], blocks_to_copy=[(2, 5)], generation_of=lambda _: 0)
+    assert torch.equal(pool.data[5], before[2])

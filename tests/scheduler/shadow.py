@@ -60,6 +60,9 @@ class ShadowRunner:
         for metadata in seq_group_metadata_list:
             assert generation_of(metadata.request_id) == metadata.generation_id
             for _, data, table in metadata.rows():
+                computed = metadata.computed_block_nums
+                assert np.array_equal(table[: len(computed)], computed), "of every sequence's table"
+                assert len(computed) * size <= data.num_computed_tokens
                 self._write(data, table, metadata.token_chunk_size, written)
         tokens = []
         for metadata in seq_group_metadata_list:

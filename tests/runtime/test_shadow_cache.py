@@ -1,0 +1,145 @@
+"""The shadow cache passes what is right and catches what goes wrong between scheduler and kernels: planted here."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from octavo.runtime.metadata import MetadataError, SequenceData, SequenceGroupMetadata
+from octavo.runtime.params import SamplingParams
+from octavo.runtime.shadow_cache import ShadowCache
+
+BLOCK_SIZE = 4
+
+
+def snapshot(
+    rows: dict[int, tuple[list[int], list[int]]],
+    computed: int,
+    chunk: int,
+    request: str = "r",
+    **more,
+) -> SequenceGroupMetadata:
+    """`rows` is seq_id -> (tokens, table); the step feeds tokens [computed, computed + chunk) of each."""
+    return SequenceGroupMetadata(
+        request_id=request,
+        is_prompt=chunk > 1,
+        seq_data={
+            seq_id: SequenceData(
+                np.array(tokens, np.int32), np.zeros(0, np.int32), computed, 0.0, np.zeros(0), index
+            )
+            for index, (seq_id, (tokens, _)) in enumerate(rows.items())
+        },
+        block_tables={seq_id: np.array(table, np.int32) for seq_id, (_, table) in rows.items()},
+        sampling_params=SamplingParams(temperature=0),
+        token_chunk_size=chunk,
+        computed_block_nums=np.zeros(0, np.int32),
+        do_sample=True,
+        generation_id=0,
+        **more,
+    )
+
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+def shadow() -> ShadowCache:
+    """Blocks 1 and 2 hold the prompt of one request."""
+    shadow = ShadowCache(BLOCK_SIZE, num_blocks=10, num_host_blocks=4)
+    shadow.check_step([snapshot({0: (PROMPT, [1, 2])}, 0, 6)])
+    return shadow
+
+
+def test_what_is_right_passes(shadow) -> None:
+    """A decode, a request that shares the first block, chunks, a moved table, and a round trip through the host."""
+    shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)])
+    other = [5, 6, 7, 8, 50, 51, 52]
+    shadow.check_step([snapshot({0: (other, [1, 3])}, 4, 2, "other")])
+    shadow.check_step([snapshot({0: (other, [1, 3])}, 6, 1, "other")])
+    shadow.check_step([], blocks_to_swap_out=[(1, 0), (2, 3)])
+    shadow.check_step(
+        [snapshot({0: ([*PROMPT, 11, 12], [8, 9])}, 7, 1)], blocks_to_swap_in=[(0, 8), (3, 9)]
+    )
+
+
+def test_a_table_entry_off_by_one(shadow) -> None:
+    shadow.check_step([snapshot({0: ([1, 2, 3, 4, 5], [3, 4])}, 0, 5, "other")])
+    with pytest.raises(
+        MetadataError, match=r"'r': block_tables: .* token 4 in block 3, .* another"
+    ) as raised:
+        shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 3])}, 6, 1)])
+    assert raised.value.request_id == "r"
+
+
+def test_a_missed_copy_on_write(shadow) -> None:
+    """Two samples of one prompt write their tokens to the shared second block."""
+    a, b = [*PROMPT, 11], [*PROMPT, 12]
+    with pytest.raises(MetadataError, match="got slot 10, which r writes too"):
+        shadow.check_step([snapshot({0: (a, [1, 2]), 1: (b, [1, 2])}, 6, 1)])
+    # not in the same step: the second writer's own read is right, the first one's next is not
+    shadow.check_step([snapshot({0: (a, [1, 2])}, 6, 1)])
+    shadow.check_step([snapshot({0: (b, [1, 2])}, 6, 1, "fork")])
+    with pytest.raises(MetadataError, match="own token 6 in block 2, offset 2, got another prefix"):
+        shadow.check_step([snapshot({0: ([*a, 13], [1, 2])}, 7, 1)])
+
+
+def test_the_copy_makes_it_right(shadow) -> None:
+    a, b = [*PROMPT, 11], [*PROMPT, 12]
+    shadow.check_step([snapshot({0: (a, [1, 2]), 1: (b, [1, 4])}, 6, 1)], blocks_to_copy=[(2, 4)])
+    shadow.check_step([snapshot({0: ([*a, 1], [1, 2]), 1: ([*b, 1], [1, 4])}, 7, 1)])
+
+
+def test_only_one_sequence_of_a_group_was_swapped(shadow) -> None:
+    """B89: the other's table names device blocks that somebody else has meanwhile."""
+    both = {0: ([*PROMPT, 11], [1, 2]), 1: ([*PROMPT, 12], [1, 4])}
+    shadow.check_step([snapshot(both, 6, 1)], blocks_to_copy=[(2, 4)])
+    shadow.check_step([], blocks_to_swap_out=[(1, 0), (2, 1)])  # 4 was forgotten
+    shadow.check_step([snapshot({0: (list(range(20, 32)), [1, 2, 4])}, 0, 12, "other")])
+    back = {0: ([*PROMPT, 11, 13], [5, 6]), 1: ([*PROMPT, 12, 13], [5, 4])}
+    with pytest.raises(MetadataError, match=r"sequence 1: .* token 4 in block 4"):
+        shadow.check_step([snapshot(back, 7, 1)], blocks_to_swap_in=[(0, 5), (1, 6)])
+
+
+def test_a_block_given_away_while_a_row_still_names_it(shadow) -> None:
+    """Freed too early: another request writes to it in the very step that reads it."""
+    row = snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)
+    thief = snapshot({0: ([40, 41, 42], [1])}, 0, 3, "thief")
+    with pytest.raises(MetadataError, match=r"'r': .* token 0 in block 1, offset 0, got another"):
+        shadow.check_step([row, thief])
+    shadow.check_step([row])  # the refused step changed nothing
+
+
+def test_a_block_that_nobody_wrote_and_the_null_block(shadow) -> None:
+    with pytest.raises(MetadataError, match="token 4 in block 7, offset 0, got nothing"):
+        shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 7])}, 6, 1)])
+    with pytest.raises(MetadataError, match="expected a block for token 4, got the null block"):
+        shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 0])}, 6, 1)])
+
+
+def test_a_window_frees_what_it_does_not_see(shadow) -> None:
+    row = {0: ([*PROMPT, 11], [0, 2])}
+    shadow.check_step([snapshot(row, 6, 1, sliding_window=3)])
+    with pytest.raises(MetadataError, match="token 3, got the null block"):
+        shadow.check_step([snapshot(row, 6, 1, sliding_window=4)])
+
+
+def test_adapters_do_not_share(shadow) -> None:
+    with pytest.raises(MetadataError, match="another prefix"):
+        shadow.check_step([snapshot({0: ([*PROMPT, 1], [1, 2])}, 6, 1, "l", lora_request="x")])
+
+
+def test_tokens_that_change_are_hashed_again() -> None:
+    """A step that was rolled back may come again with other tokens."""
+    draw, shadow = random.Random(0), ShadowCache(BLOCK_SIZE, num_blocks=20)
+    tokens: list[int] = []
+    for _ in range(50):
+        kept = draw.randint(0, min(len(tokens), 50))
+        tokens = [*tokens[:kept], *(draw.randrange(100) for _ in range(draw.randint(1, 8)))]
+        table = list(range(1, 1 + -(-len(tokens) // BLOCK_SIZE)))
+        shadow.check_step([snapshot({0: (tokens, table)}, kept, len(tokens) - kept)])
+        with pytest.raises(MetadataError):
+            wrong = [tokens[0] + 1, *tokens[1:], 1]
+            more = [*table, 19] if len(tokens) % BLOCK_SIZE == 0 else table
+            shadow.check_step([snapshot({0: (wrong, more)}, len(tokens), 1)])
