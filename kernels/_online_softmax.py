@@ -56,14 +56,23 @@ def visible_interval(
 
 
 @triton.jit
-def gather_slots(table_ptr, positions, in_range, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Block ids and offsets inside the block, int64, of token `positions`; entries out of range are not read."""
+def gather_slots(
+    table_ptr, positions, in_range,
+    BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Block ids (int64) and offsets in the block of token `positions`; entries out of range are not read.
+
+    WIDE_SLOTS: offsets times the slot's stride pass 2^31, so they are int64 too; it costs registers.
+    """
     block_index = positions // BLOCK_SIZE
     if MASKED:
         block_ids = tl.load(table_ptr + block_index, mask=in_range, other=0)
     else:
         block_ids = tl.load(table_ptr + block_index)
-    return block_ids.to(tl.int64), (positions - block_index * BLOCK_SIZE).to(tl.int64)
+    offsets = positions - block_index * BLOCK_SIZE
+    if WIDE_SLOTS:
+        offsets = offsets.to(tl.int64)
+    return block_ids.to(tl.int64), offsets
 
 
 @triton.jit
@@ -181,7 +190,7 @@ def attend_tiles(
     k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
     scale, softcap, slopes, tree_rows,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Rows of one sequence over KV tiles [start, stop). Unmasked tiles are whole and visible to every row.
 
@@ -194,7 +203,9 @@ def attend_tiles(
     for tile_start in range(start, stop, TILE_KV):
         positions = tile_start + tl.arange(0, TILE_KV)
         in_range = (positions >= seen_from) & (positions < seen_to)
-        block_ids, offsets = gather_slots(table_ptr, positions, in_range, BLOCK_SIZE, MASKED)
+        block_ids, offsets = gather_slots(
+            table_ptr, positions, in_range, BLOCK_SIZE, WIDE_SLOTS, MASKED
+        )
         k_slots = block_ids * k_stride_block + offsets * k_stride_slot  # [TILE_KV]
         v_slots = block_ids * v_stride_block + offsets * v_stride_slot
         k_mask = dims[:, None] < HEAD_SIZE
@@ -270,5 +281,6 @@ def paged_operands(
         "DIM": padded(q.shape[2]),
         "DIM_V": padded(head_size_v),
         "BLOCK_SIZE": block_size,
+        "WIDE_SLOTS": block_size * max(k_cache.stride(1), v_cache.stride(1)) >= 2**31,
         "GROUP": q.shape[1] // num_kv_heads,
     }

@@ -69,7 +69,7 @@ def _paged_decode_kernel(
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
     k_scale_stride, v_scale_stride, table_stride_seq, tree_stride_token,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_seqs, num_kv_heads * ROW_TILES, num_splits), ROWS rows of a sequence a program. PARTIAL: write lse2 per split instead of the final lse.
@@ -187,21 +187,21 @@ def _paged_decode_kernel(
             start, tl.minimum(bulk_start, stop), seen_from, seen_to, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
             scale, softcap, slopes, tree_rows,
-            HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
+            HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
         )  # fmt: skip
     acc, m, l = attend_tiles(  # noqa: E741
         acc, m, l, q, row_first, row_stop, row_positions[:, None],
         bulk_start, bulk_stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
         scale, softcap, slopes, tree_rows,
-        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=False,
+        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=False,
     )  # fmt: skip
     acc, m, l = attend_tiles(  # noqa: E741
         acc, m, l, q, row_first, row_stop, row_positions[:, None],
         bulk_stop, stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
         scale, softcap, slopes, tree_rows,
-        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, TILE_KV, MASKED=True,
+        HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
     )  # fmt: skip
 
     out, lse2 = finish(acc, m, l, v_scale)
