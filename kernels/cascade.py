@@ -24,20 +24,22 @@ import triton
 import triton.language as tl
 
 from ._checks import MAX_QUERIES, check_prefix, check_query_starts, check_tensor
+from ._online_softmax import visible_interval
 from .merge_states import merge_attention_states
 from .mixed_batch import attend_mixed
 from .paged_decode import paged_decode
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr"],
+    do_not_specialize=["num_seqs", "num_tokens", "num_ranges"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "ranges_ptr"],
 )
 def _query_positions_kernel(
-    positions_ptr, query_start_loc_ptr, seq_lens_ptr, num_seqs, num_tokens,
+    positions_ptr, firsts_ptr, query_start_loc_ptr, seq_lens_ptr, ranges_ptr, num_seqs, num_tokens,
+    window, attention_chunk, num_ranges,
     CAUSAL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Where each token is in its sequence, -1 if it sees nothing. Grid (cdiv(num_tokens, TOKENS),).
+    """Where each token is in its sequence, -1 if it sees nothing, and the first key it sees. Grid (cdiv(num_tokens, TOKENS),).
 
     Without causal a token before position 0 sees keys as well; it counts as being at position 0.
     """
@@ -63,6 +65,13 @@ def _query_positions_kernel(
         position = tl.maximum(position, 0)
     somebodys = (tokens >= start) & (tokens < stop) & (seq_len > 0)
     tl.store(positions_ptr + tokens, tl.where(somebodys, position, -1), mask=in_range)
+    if firsts_ptr is not None:
+        if ranges_ptr is not None:
+            ranges_ptr += low.to(tl.int64) * num_ranges * 2
+        first, _ = visible_interval(
+            position, seq_len, window, attention_chunk, None, ranges_ptr, num_ranges, CAUSAL
+        )
+        tl.store(firsts_ptr + tokens, first, mask=in_range)
 
 
 @dataclass(frozen=True)
@@ -89,9 +98,12 @@ def cascade_attention(
     max_query_len: int,
     max_seq_len: int,
     num_decodes: int | None,
+    max_decode_query_len: int,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     causal: bool = True,
+    window: int | None = None,
+    attention_chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     prefix_lm_ranges: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
@@ -117,13 +129,20 @@ def cascade_attention(
         plan = plan_cascade_attention(group=num_q_heads // num_kv_heads)
 
     positions = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
+    is_local = window is not None or attention_chunk is not None
+    firsts = torch.empty_like(positions) if is_local else None
     tile = 128
     _query_positions_kernel[(triton.cdiv(num_tokens, tile),)](
         positions_ptr=positions,
+        firsts_ptr=firsts,
         query_start_loc_ptr=query_start_loc,
         seq_lens_ptr=seq_lens,
         num_seqs=num_seqs,
         num_tokens=num_tokens,
+        ranges_ptr=prefix_lm_ranges,
+        num_ranges=0 if prefix_lm_ranges is None else prefix_lm_ranges.shape[1],
+        window=window,
+        attention_chunk=attention_chunk,
         CAUSAL=causal,
         TOKENS=tile,
         num_warps=4,
@@ -140,6 +159,7 @@ def cascade_attention(
         v_cache,
         query_start_loc=starts.mul_(plan.queries).clamp_(max=num_tokens),
         query_positions=positions,
+        query_firsts=firsts,
         max_query_len=plan.queries,
         seq_lens=torch.full((num_rows,), prefix_len, dtype=torch.int32, device=q.device),
         block_tables=prefix_block_ids.expand(num_rows, -1),
@@ -160,7 +180,10 @@ def cascade_attention(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
+        max_decode_query_len=max_decode_query_len,
         causal=causal,
+        window=window,
+        attention_chunk=attention_chunk,
         sinks=sinks,
         prefix_lm_ranges=prefix_lm_ranges,
         tree_mask=tree_mask,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._checks import MAX_QUERIES, check_attention, check_query_starts
+from ._checks import MAX_QUERIES, check_attention, check_query_starts, check_tree_mask
 from .paged_decode import paged_decode, rows_of_program
 from .paged_prefill import paged_prefill
 
@@ -23,6 +23,7 @@ def attend_mixed(
     block_tables: torch.Tensor,
     max_query_len: int,
     num_decodes: int | None,
+    max_decode_query_len: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     prefix_lm_ranges: torch.Tensor | None = None,
@@ -35,13 +36,15 @@ def attend_mixed(
     With None nothing is known of the query lengths but their bound: all to paged decode, by their query_start_loc, if
     the rows of a sequence fit one program, else all to paged prefill.
     """
-    num_seqs, max_query_len = seq_lens.shape[0], max(1, max_query_len)
+    num_seqs = seq_lens.shape[0]
     check_query_starts(q, seq_lens, query_start_loc)
-    several = num_decodes == num_seqs and (max_query_len > 1 or tree_mask is not None)
+    check_tree_mask(q, max_decode_query_len, tree_mask)
+    several = max_decode_query_len > 1 or tree_mask is not None
     if num_decodes is None:
         group, head_size = q.shape[1] // max(1, k_cache.shape[2]), max(q.shape[2], v_cache.shape[3])
-        fits = max_query_len * group <= rows_of_program(max_query_len, group, head_size)
-        several = tree_mask is not None or (max_query_len <= MAX_QUERIES and fits)
+        rows = rows_of_program(max_decode_query_len, group, head_size)
+        small = max_decode_query_len <= MAX_QUERIES and max_decode_query_len * group <= rows
+        several = tree_mask is not None or small
         num_decodes = num_seqs if several else 0
     if 0 < num_decodes < num_seqs:
         # one part must not run before the other is refused
@@ -50,17 +53,19 @@ def attend_mixed(
             **{name: rules.get(name) for name in _CHECKED}, prefix_lm_ranges=prefix_lm_ranges,
         )  # fmt: skip
     if num_decodes > 0:
-        rows = slice(None) if several else slice(num_decodes)
+        # several queries each are found by query_start_loc; with prefills behind them they are the first rows
+        most = q.shape[0] if num_decodes == num_seqs else num_decodes * max_decode_query_len
+        rows = slice(most) if several else slice(num_decodes)
         paged_decode(
             q[rows],
             k_cache,
             v_cache,
             seq_lens=seq_lens[:num_decodes],
             block_tables=block_tables[:num_decodes],
-            query_start_loc=query_start_loc if several else None,
-            max_query_len=max_query_len if several else 1,
+            query_start_loc=query_start_loc[: num_decodes + 1] if several else None,
+            max_query_len=max_decode_query_len if several else 1,
             prefix_lm_ranges=None if prefix_lm_ranges is None else prefix_lm_ranges[:num_decodes],
-            tree_mask=tree_mask,
+            tree_mask=None if tree_mask is None else tree_mask[rows],
             batch_invariant=batch_invariant,
             out=out[rows],
             lse=None if lse is None else lse[rows],

@@ -56,13 +56,13 @@ def _sees_any(tree_rows, firsts, stops, context_len):
     ],
     do_not_specialize_on_alignment=[
         "lse_ptr", "tree_mask_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
-        "query_positions_ptr",
+        "query_positions_ptr", "query_firsts_ptr",
     ],
 )  # fmt: skip
 def _paged_decode_kernel(
     out_ptr, lse_ptr,
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, alibi_slopes_ptr, sinks_ptr, tree_mask_ptr, ranges_ptr,
-    block_tables_ptr, seq_lens_ptr, query_start_loc_ptr, query_positions_ptr,
+    block_tables_ptr, seq_lens_ptr, query_start_loc_ptr, query_positions_ptr, query_firsts_ptr,
     scale, softcap, window, attention_chunk, kv_start, num_ranges, split_len,
     out_stride_token, out_stride_head, out_stride_split, lse_stride_token, lse_stride_head,
     q_stride_token, q_stride_head,
@@ -131,6 +131,12 @@ def _paged_decode_kernel(
         if CAUSAL:
             row_stop = stops[:, None]
 
+    if query_firsts_ptr is not None:
+        firsts = tl.load(query_firsts_ptr + tokens, mask=row_mask, other=0)
+        row_first = firsts[:, None]
+        seen_from = tl.min(tl.where(blind, 1 << 30, firsts), axis=0)
+        all_from = tl.max(tl.where(blind, 0, firsts), axis=0)
+
     # KV of this split: [start, stop), whole tiles counted from the tile of the first token that any row sees
     origin = seen_from // TILE_KV * TILE_KV
     if split_len is None:
@@ -146,7 +152,12 @@ def _paged_decode_kernel(
         start = origin + split * split_len
         stop = tl.minimum(start + split_len, seen_to)
     bulk_start = start
-    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
+    if (
+        (window is not None)
+        | (attention_chunk is not None)
+        | (kv_start is not None)
+        | (query_firsts_ptr is not None)
+    ):
         bulk_start = tl.maximum(start, tl.cdiv(all_from, TILE_KV) * TILE_KV)
     bulk_stop = tl.maximum(bulk_start, tl.minimum(stop, seen_by_all) // TILE_KV * TILE_KV)
 
@@ -181,7 +192,12 @@ def _paged_decode_kernel(
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + seq * table_stride_seq
-    if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
+    if (
+        (window is not None)
+        | (attention_chunk is not None)
+        | (kv_start is not None)
+        | (query_firsts_ptr is not None)
+    ):
         acc, m, l = attend_tiles(  # noqa: E741
             acc, m, l, q, row_first, row_stop, row_positions[:, None],
             start, tl.minimum(bulk_start, stop), seen_from, seen_to, context_len,
@@ -345,6 +361,7 @@ def paged_decode(
     query_start_loc: torch.Tensor | None = None,
     max_query_len: int = 1,
     query_positions: torch.Tensor | None = None,
+    query_firsts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     attention_chunk: int | None = None,
@@ -367,6 +384,8 @@ def paged_decode(
     max_query_len    upper bound of the query lengths, at most 16
     query_positions  [num_tokens] int32    where each new token is in its sequence, negative: it sees nothing. None: they
                      are its last tokens
+    query_firsts     [num_tokens] int32    the first key each new token sees, with query_positions and instead of window,
+                     attention_chunk and prefix_lm_ranges, which are of one sequence
     tree_mask        [num_tokens, max_query_len] bool  whether a new token sees the j-th new token of its sequence, on top
                      of the other rules; all see the context
     max_seq_len      upper bound of seq_lens; only the plan depends on it
@@ -431,6 +450,7 @@ def paged_decode(
         seq_lens_ptr=seq_lens,
         query_start_loc_ptr=query_start_loc,
         query_positions_ptr=query_positions,
+        query_firsts_ptr=query_firsts,
         scale=scale,
         softcap=softcap,
         window=window,

@@ -55,7 +55,7 @@ def paged_attention(
                 and (attention_chunk is None or key >= position - position % attention_chunk)
             )
             column = key - (seq_len - query_len)  # noqa: B023
-            if tree_mask is not None and column >= 0:
+            if tree_mask is not None and 0 <= column < tree_mask.shape[1]:
                 visible = visible and bool(tree_mask[token, column])
             return visible
 

@@ -52,6 +52,7 @@ class _Rules:
     v_scale: Tensor | None
     ranges: np.ndarray | None  # [num_seqs, num_ranges, 2]
     tree_mask: Tensor | None
+    num_trees: int  # the first so many sequences have a tree
 
     def visible(self, positions: np.ndarray, seq_lens: np.ndarray | int, ranges: np.ndarray | None):
         """Keys [first, stop) that queries at `positions` see; `ranges` [..., num_ranges, 2] are those of each query."""
@@ -94,6 +95,7 @@ def paged_attention(
     prefix_lm_ranges: Tensor | None,
     tree_mask: Tensor | None,
     num_decodes: int | None,
+    max_decode_query_len: int,
     batch_invariant: bool,
     out: Tensor,
     lse: Tensor | None,
@@ -105,14 +107,14 @@ def paged_attention(
     )  # fmt: skip
     num_seqs = seq_lens.shape[0]
     check_query_starts(q, seq_lens, query_start_loc)
-    check_tree_mask(q, max_query_len, tree_mask)
+    check_tree_mask(q, max_decode_query_len, tree_mask)
     ranges = None if prefix_lm_ranges is None else prefix_lm_ranges.numpy()
+    num_trees = 0 if tree_mask is None else num_seqs if num_decodes is None else num_decodes
     rules = _Rules(
-        scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, ranges, tree_mask
+        scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, ranges, tree_mask, num_trees
     )  # fmt: skip
     lengths = seq_lens.tolist()
-    several = max_query_len > 1 or tree_mask is not None
-    if num_decodes is None or (num_decodes == num_seqs and several):
+    if num_decodes is None or max_decode_query_len > 1 or tree_mask is not None:
         num_decodes = 0  # by their query_start_loc, like chunks
 
     for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1], batch_invariant):
@@ -262,7 +264,7 @@ def _attend_sequence(q, k_cache, v_cache, seq, queries, seq_len, table, rules, o
         and k.dtype == q.dtype == out.dtype
         and rules.softcap is None
         and rules.sinks is None
-        and rules.tree_mask is None
+        and seq >= rules.num_trees
         and lse is None
         and k.shape[2] == v.shape[2]
     )
@@ -274,7 +276,7 @@ def _attend_sequence(q, k_cache, v_cache, seq, queries, seq_len, table, rules, o
         low, high = int(firsts[begin]), int(stops[end - 1])
         rows = slice(queries.start + begin, queries.start + end)
         tree = None
-        if rules.tree_mask is not None:
+        if seq < rules.num_trees:
             tree = rules.tree_mask[rows, :query_len]
         attend(
             q[rows],

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 def _triton_attention(
     q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
     scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
-    tree_mask, num_decodes, batch_invariant, out, lse, prefix_block_ids=None, plan=None,
+    tree_mask, num_decodes, max_decode_query_len, batch_invariant, out, lse, prefix_block_ids=None, plan=None,
 ) -> None:  # fmt: skip
     """The Triton kernels, with the positional arguments of the registered op."""
     arguments = {
@@ -36,6 +36,7 @@ def _triton_attention(
         "prefix_lm_ranges": prefix_lm_ranges,
         "tree_mask": tree_mask,
         "num_decodes": num_decodes,
+        "max_decode_query_len": max_decode_query_len,
         "batch_invariant": batch_invariant,
         "out": out,
         "lse": lse,
@@ -62,7 +63,7 @@ def _triton_cascade(
 _RULES = (
     " SymInt max_query_len, SymInt max_seq_len, float scale, bool causal, int? window, int? attention_chunk,"
     " float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale,"
-    " Tensor? prefix_lm_ranges, Tensor? tree_mask, SymInt? num_decodes, bool batch_invariant,"
+    " Tensor? prefix_lm_ranges, Tensor? tree_mask, SymInt? num_decodes, SymInt max_decode_query_len, bool batch_invariant,"
     " Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 _paged_attention = register(
@@ -81,28 +82,37 @@ _cascade_attention = register(
 )
 
 
-def _check_dispatch(
-    num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int | None, tree_mask: Tensor | None
-) -> None:  # fmt: skip
-    """Check which sequences are to take the decode kernel."""
-    some_are_prefills = num_decodes is not None and num_decodes < num_seqs
-    if tree_mask is not None and (some_are_prefills or max_query_len > MAX_QUERIES):
+def _decode_query_len(
+    num_tokens: int,
+    num_seqs: int,
+    max_query_len: int,
+    num_decodes: int | None,
+    max_decode_query_len: int | None,
+    tree_mask: Tensor | None,
+) -> int:
+    """The bound of the decodes' query lengths, by default that of all if all are decodes, else 1; all of it checked."""
+    all_are_decodes = num_decodes in (None, num_seqs)
+    if max_decode_query_len is None:
+        max_decode_query_len = max(1, max_query_len) if all_are_decodes else 1
+    is_prefill = num_decodes is None and max_query_len > MAX_QUERIES
+    if tree_mask is not None and (is_prefill or num_decodes == 0):
         raise ValueError(
-            f"tree_mask: expected decodes of up to {MAX_QUERIES} queries only, got max_query_len {max_query_len} and "
+            f"tree_mask: expected decodes of up to {MAX_QUERIES} queries, got max_query_len {max_query_len} and "
             f"{num_decodes} decodes of {num_seqs} sequences"
         )
     if num_decodes is None:
-        return
-    if num_decodes == num_seqs and max_query_len > MAX_QUERIES:
+        return max_decode_query_len
+    if num_decodes > 0 and not 1 <= max_decode_query_len <= MAX_QUERIES:
         raise ValueError(
-            f"num_decodes: expected at most {MAX_QUERIES} queries each if all are decodes, got {max_query_len}"
+            f"num_decodes: expected decodes of 1 to {MAX_QUERIES} queries each, got {max_decode_query_len}"
         )
-    of_one_query = num_decodes < num_seqs or (max_query_len <= 1 and tree_mask is None)
+    of_one_query = max_decode_query_len <= 1 and tree_mask is None
     most = min(num_seqs, num_tokens) if of_one_query else num_seqs
     if not 0 <= num_decodes <= most:
         raise ValueError(
             f"num_decodes: expected 0 to {most} (sequences, tokens), got {num_decodes}"
         )
+    return max_decode_query_len
 
 
 def paged_attention(
@@ -127,6 +137,7 @@ def paged_attention(
     prefix_lm_ranges: Tensor | None = None,
     tree_mask: Tensor | None = None,
     num_decodes: int | None = None,
+    max_decode_query_len: int | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -157,12 +168,13 @@ def paged_attention(
     k_scale, v_scale [] | [1] | [num_kv_heads] fp32: what the numbers of a quantised cache are to be multiplied by
     prefix_lm_ranges [num_seqs, num_ranges, 2] int32: positions [low, high) of each sequence whose tokens see one
                      another whatever the other rules say (an image in a causal prompt). Disjoint; low >= high: unused
-    tree_mask        [num_tokens, max_query_len] bool: whether a query sees the j-th query of its sequence, on top of the
-                     other rules; all see the context. For drafts that branch; needs max_query_len <= 16 and no prefills
-    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs. They have
-                     one query each, rows [0, num_decodes) of q (query_start_loc is not looked at for them), or, if these
-                     are all sequences and max_query_len is 2 to 16, up to that many. A decode with seq_len 0 is padding.
-                     None: nothing but max_query_len is known; all take the decode kernel if it is small, else none
+    tree_mask        [num_tokens, max_decode_query_len] bool: whether a query of a decode sees the j-th query of its
+                     sequence, on top of the other rules; all see the context. For drafts that branch
+    num_decodes      the first so many sequences take the decode kernel, which splits their keys over programs, and their
+                     queries are the first rows of q. A decode with seq_len 0 is padding. None: nothing but max_query_len
+                     is known; all take the decode kernel if it is small, else none
+    max_decode_query_len  upper bound of their query lengths, at most 16; None: max_query_len if all are decodes, else 1.
+                     With 1 they are rows [0, num_decodes) of q and query_start_loc is not looked at for them
     batch_invariant  a sequence's result is the same to the last bit whatever else is in the batch, as long as its kernel
                      (decode or prefill) and, for decodes of several queries, max_query_len stay the same
     out              [num_tokens, num_q_heads, head_size_v], dtype of q or fp32; None: allocated, dtype of q
@@ -177,14 +189,16 @@ def paged_attention(
     num_seqs = seq_lens.shape[0]
     if scale is None:
         scale = head_size**-0.5
-    _check_dispatch(num_tokens, num_seqs, max_query_len, num_decodes, tree_mask)
+    max_decode_query_len = _decode_query_len(
+        num_tokens, num_seqs, max_query_len, num_decodes, max_decode_query_len, tree_mask
+    )
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
     args = (
         q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
-        tree_mask, num_decodes, batch_invariant, out, lse,
+        tree_mask, num_decodes, max_decode_query_len, batch_invariant, out, lse,
     )  # fmt: skip
     if plan is None:
         _paged_attention(*args)
@@ -223,6 +237,7 @@ def cascade_attention(
     prefix_lm_ranges: Tensor | None = None,
     tree_mask: Tensor | None = None,
     num_decodes: int | None = None,
+    max_decode_query_len: int | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -233,25 +248,21 @@ def cascade_attention(
                       most the width of a table, whose own entries for them are not read. Sequences with seq_len 0 are
                       padding; all others are at least so long, and their queries come after those tokens
 
-    The other arguments and the result are those of `paged_attention`, but that `prefix_lm_ranges` cannot be combined
-    with `window` or `attention_chunk`, and that rows of no sequence may be written.
+    The other arguments and the result are those of `paged_attention`, but that rows of no sequence may be written.
     """
     num_tokens, num_q_heads, head_size = q.shape
     if scale is None:
         scale = head_size**-0.5
-    if prefix_lm_ranges is not None and not (window is None and attention_chunk is None):
-        raise ValueError(
-            "prefix_lm_ranges: expected None with window or attention_chunk, for a range may reach back over the "
-            "window's edge into the shared prefix, got both"
-        )
-    _check_dispatch(num_tokens, seq_lens.shape[0], max_query_len, num_decodes, tree_mask)
+    max_decode_query_len = _decode_query_len(
+        num_tokens, seq_lens.shape[0], max_query_len, num_decodes, max_decode_query_len, tree_mask
+    )
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
     lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
     _cascade_attention(
         q, k_cache, v_cache, prefix_block_ids, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len,
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
-        tree_mask, num_decodes, batch_invariant, out, lse,
+        tree_mask, num_decodes, max_decode_query_len, batch_invariant, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

@@ -298,6 +298,7 @@ def _cascade_attention(shape: Shape) -> None:
         max_query_len=1,
         max_seq_len=MAX_SEQ_LEN,
         num_decodes=64,
+        max_decode_query_len=1,
         scale=shape.head_size**-0.5,
         out=torch.empty_like(q),
     )

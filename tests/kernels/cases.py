@@ -38,6 +38,7 @@ class Batch:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None  # None: dtype
     num_decodes: int | None = 0
+    max_decode_query_len: int | None = None
     nobodys: tuple[int, int] = (0, 0)  # rows of q before the first and after the last sequence's
     num_prefix_blocks: int | None = None  # blocks that all sequences share, for a cascade
     hnd: bool = False  # heads before tokens inside a block
@@ -153,6 +154,7 @@ class Batch:
             "max_query_len": max(self.query_lens),
             "max_seq_len": max(self.seq_lens),
             "num_decodes": self.num_decodes,
+            "max_decode_query_len": self.max_decode_query_len,
             **self.options,
         }
 
@@ -211,7 +213,7 @@ def naive_attention(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if slopes is not None:
             scores = scores + (slopes[:, None, None] * distance).to(batch.dtype)
         hidden = ~visible
-        if options.get("tree_mask") is not None:
+        if options.get("tree_mask") is not None and query_len <= options["tree_mask"].shape[1]:
             new_tokens = min(query_len, seq_len - first)
             line = options["tree_mask"][rows, query_len - new_tokens : query_len]
             hidden[:, seq_len - first - new_tokens :] |= ~line
@@ -228,9 +230,11 @@ def naive_attention(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def random_tree(batch: Batch) -> torch.Tensor:
     """A branching draft per sequence: each new token sees its ancestors and itself, but for a few that see none."""
-    tree = torch.zeros(batch.q.shape[0], max(batch.query_lens), dtype=torch.bool)
+    decodes = len(batch.seq_lens) if batch.num_decodes is None else batch.num_decodes
+    width = max(batch.query_lens[:decodes])
+    tree = torch.zeros(batch.q.shape[0], width, dtype=torch.bool)
     starts = batch.query_start_loc.tolist()
-    for start, query_len in zip(starts, batch.query_lens, strict=False):
+    for start, query_len in zip(starts, batch.query_lens[:decodes], strict=False):
         for i in range(query_len):
             if i:
                 parent = int(torch.randint(i, ()))
@@ -238,4 +242,5 @@ def random_tree(batch: Batch) -> torch.Tensor:
             tree[start + i, i] = True
     blind = torch.rand(len(tree)) < 0.1
     tree[blind] = False
+    tree[starts[decodes] :] = True  # prefills have no tree
     return tree

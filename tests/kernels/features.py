@@ -15,7 +15,7 @@ import torch
 from octavo.tests.kernels.cases import QUANTISED, Batch, random_tree
 
 FEATURES: dict[str, list[Any]] = {
-    "shape": ["decode", "drafts", "prefill", "mixed"],
+    "shape": ["decode", "drafts", "prefill", "mixed", "drafts and prefills"],
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
     "heads": [(2, 1), (1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (71, 1)],  # query and KV heads
     "head_size": [32, 40, 64, 80, 96, 112, 128, 256, (192, 128), (192, 192), (32, 64)],
@@ -42,13 +42,12 @@ Case = dict[str, Any]
 
 def allowed(case: Case) -> bool:
     """Whether these values may meet; a case with few of the features is allowed if some whole case is."""
-    if case.get("tree") and case.get("shape", "drafts") != "drafts":
+    if case.get("tree") and case.get("shape", "drafts") not in ("drafts", "drafts and prefills"):
         return False  # the line of a tree is at most 16 tokens long
-    if case.get("scales") and "cache" in case and case["cache"] is None:
-        return False  # plain numbers have no scales
-    ranged = case.get("ranges") and case.get("cascade")
-    local = case.get("window") is not None or case.get("attention_chunk") is not None
-    return not (ranged and local)  # a range may reach back into the shared prefix
+    if case.get("dispatch") == "default" and case.get("shape") == "drafts and prefills":
+        return False  # which are which has to be told
+    # plain numbers have no scales
+    return not (case.get("scales") and "cache" in case and case["cache"] is None)
 
 
 def single() -> list[Case]:
@@ -139,6 +138,7 @@ def build(case: Case, draw: random.Random) -> Batch:
         dtype=case["dtype"],
         cache_dtype=cache_dtype,
         num_decodes=num_decodes if case["dispatch"] == "told" else None,
+        max_decode_query_len=_draft_len(case, query_lens, num_decodes),
         nobodys=(0, 0) if case["dispatch"] == "told" else (draw.randint(0, 2), draw.randint(0, 2)),
         num_prefix_blocks=prefix if case["cascade"] else None,
         hnd=case["hnd"],
@@ -148,6 +148,12 @@ def build(case: Case, draw: random.Random) -> Batch:
         options["tree_mask"] = random_tree(batch)
     _add_spikes(batch, draw)
     return batch
+
+
+def _draft_len(case: Case, query_lens: list[int], num_decodes: int) -> int | None:
+    """The bound that has to be told where drafts and prefills share a batch."""
+    mixed = case["shape"] == "drafts and prefills"
+    return max(query_lens[:num_decodes]) if mixed else None
 
 
 def _lengths(case: Case, prefix_len: int, draw: random.Random) -> tuple[list[int], list[int], int]:
@@ -164,16 +170,20 @@ def _lengths(case: Case, prefix_len: int, draw: random.Random) -> tuple[list[int
         # many heads make a tile of few tokens, and the oracle works for every head
         most = 9 if case["heads"][0] > 16 else 40
         chunks = [draw.choice([1, 3, most // 2, most]) for _ in range(draw.randint(1, 2))]
-        query_lens = ([1] * draw.randint(1, 2) if shape == "mixed" else []) + chunks
+        before = {"mixed": [1] * draw.randint(1, 2), "drafts and prefills": [3, draw.randint(1, 5)]}
+        query_lens = before.get(shape, []) + chunks
     seq_lens = []
     for query_len in query_lens:
         length = prefix_len + query_len + draw.choice(contexts)
         if query_len == 1 and shape != "drafts" and not prefix_len:
             length = min(draw.choice(edges), 150)
         seq_lens.append(length)
-    num_decodes = {"decode": len(query_lens), "drafts": len(query_lens), "prefill": 0}.get(
-        shape, sum(1 for i in range(len(query_lens)) if query_lens[: i + 1] == [1] * (i + 1))
-    )
+    num_decodes = {
+        "decode": len(query_lens),
+        "drafts": len(query_lens),
+        "prefill": 0,
+        "drafts and prefills": 2,
+    }.get(shape, sum(1 for i in range(len(query_lens)) if query_lens[: i + 1] == [1] * (i + 1)))
     if case["empty_rows"]:
         if shape == "drafts" or case["dispatch"] == "default":  # no queries
             query_lens.append(0)
@@ -183,7 +193,7 @@ def _lengths(case: Case, prefix_len: int, draw: random.Random) -> tuple[list[int
             query_lens.insert(0, 1)
             seq_lens.insert(0, 0)
             num_decodes += 1
-        if shape in ("prefill", "mixed"):  # no queries, no keys, and more queries than keys
+        if shape not in ("decode", "drafts"):  # no queries, no keys, and more queries than keys
             query_lens += [0, 2] if prefix_len or case["cascade"] else [0, 2, 6]
             seq_lens += [prefix_len + 9, 0] if prefix_len or case["cascade"] else [9, 0, 4]
     return query_lens, seq_lens, num_decodes

@@ -356,9 +356,6 @@ def test_bad_scales_are_refused(attend) -> None:
 
 def test_a_cascade_refuses_what_it_cannot_tell(attend) -> None:
     batch = Batch([40, 33], [1, 1], num_decodes=2, num_prefix_blocks=2)
-    ranges = torch.zeros(2, 1, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="prefix_lm_ranges: expected None with window"):
-        attend(batch, prefix_lm_ranges=ranges, window=5)
     with pytest.raises(ValueError, match="prefix_block_ids: expected at most the 5 blocks"):
         attend(batch, prefix_block_ids=torch.ones(9, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"prefix_block_ids: expected int32 \[\*\], got int64"):

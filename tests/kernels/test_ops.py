@@ -37,7 +37,22 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
         0.2,
         True,
     )
-    rules = (7, 5, 2.0, torch.rand(3), torch.randn(3), None, None, None, None, 1, False, out, lse)
+    rules = (
+        7,
+        5,
+        2.0,
+        torch.rand(3),
+        torch.randn(3),
+        None,
+        None,
+        None,
+        None,
+        1,
+        1,
+        False,
+        out,
+        lse,
+    )
     q, k_cache, v_cache, *index, _, _, _, _ = attention
     prefix = (torch.zeros(0, dtype=torch.int32), index[2], *index[:2])
     return {

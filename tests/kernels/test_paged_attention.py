@@ -238,10 +238,11 @@ def test_every_draft_plan_gives_the_same_answer(num_splits, tile_kv, options) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_decodes": 1}, "tree_mask: expected decodes"),
+        ({"num_decodes": 0}, "tree_mask: expected decodes"),
+        ({"num_decodes": 1}, r"tree_mask: expected bool \[5, 1\]"),
         ({"tree_mask": torch.zeros(5, 2, dtype=torch.bool)}, r"tree_mask: expected bool \[5, 3\]"),
         ({"tree_mask": torch.zeros(5, 3)}, r"tree_mask: expected bool \[5, 3\], got float32"),
-        ({"max_query_len": 17, "tree_mask": None}, "num_decodes: expected at most 16 queries"),
+        ({"max_query_len": 17, "tree_mask": None}, "num_decodes: expected decodes of 1 to 16"),
     ],
 )
 def test_bad_drafts_are_refused(changes, message) -> None:
