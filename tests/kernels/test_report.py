@@ -58,7 +58,13 @@ BUDGETS = {
         barriers={"decode-d64-split": 2, "decode-d128-split": 2, "decode-d256-split": 7},
         window=1.35,
         # of sm_100 outside the tile loops; of int8, ptxas takes 168 registers of the 255 it may
-        spills={("sm_100", "prefill-d256-plain"): 32, ("sm_90", "decode-d64-int8-options"): 80},
+        spills={
+            ("sm_100", "prefill-d256-plain"): 32,
+            ("sm_90", "decode-d64-int8-options"): 80,
+            ("sm_90", "decode-d256-drafts"): 16,
+            ("sm_80", "decode-d256-drafts"): 16,
+            ("sm_80", "prefill-d128-int8-options"): 16,
+        },
     ),
     "3.6": Budgets(
         per_token={"decode-d64-split": 24, "decode-d128-split": 33, "decode-d128-fp8": 49},
