@@ -2,9 +2,7 @@
 
     k_cache[slot // block_size, slot % block_size] = rounded(k[i] / k_scale),   slot = slot_mapping[i] >= 0;   v likewise
 
-Without a scale and in the cache's dtype that is a copy.
-
-Program i owns TOKENS neighbouring tokens, all heads of K and V.
+In the cache's own dtype that is a copy. Program i owns TOKENS neighbouring tokens, all heads of K and V.
 
 Bytes moved: num_slots * (num_kv_heads * (head_size + head_size_v) * (element_size + cache_element_size) + 8)
 Reference:   `reference.reshape_and_cache`
@@ -13,6 +11,7 @@ Reference:   `reference.reshape_and_cache`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -73,6 +72,45 @@ def _reshape_and_cache_kernel(
     )  # fmt: skip
 
 
+def write_operands(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The launch arguments that all kernels take which write checked keys and values to the cache."""
+    k_cache, v_cache = addressable(k_cache, v_cache)
+    return {
+        "k_cache_ptr": k_cache,
+        "v_cache_ptr": v_cache,
+        "k_ptr": k,
+        "v_ptr": v,
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "slot_mapping_ptr": slot_mapping,
+        "num_slots": slot_mapping.shape[0],
+        "num_kv_heads": k.shape[1],
+        "k_stride_token": k.stride(0),
+        "k_stride_head": k.stride(1),
+        "v_stride_token": v.stride(0),
+        "v_stride_head": v.stride(1),
+        "k_cache_stride_block": k_cache.stride(0),
+        "k_cache_stride_slot": k_cache.stride(1),
+        "k_cache_stride_head": k_cache.stride(2),
+        "v_cache_stride_block": v_cache.stride(0),
+        "v_cache_stride_slot": v_cache.stride(1),
+        "v_cache_stride_head": v_cache.stride(2),
+        "k_scale_stride": scale_stride(k_scale),
+        "v_scale_stride": scale_stride(v_scale),
+        "BLOCK_SIZE": k_cache.shape[1],
+        "HEAD_SIZE": k.shape[2],
+        "HEAD_SIZE_V": v.shape[2],
+    }
+
+
 @dataclass(frozen=True)
 class CacheWritePlan:
     """Launch choices of one cache write."""
@@ -107,7 +145,6 @@ def reshape_and_cache(
     Raises ValueError naming the argument, what was expected and what came.
     """
     check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    k_cache, v_cache = addressable(k_cache, v_cache)
     num_slots = slot_mapping.shape[0]
     if num_slots == 0:
         return
@@ -119,30 +156,7 @@ def reshape_and_cache(
             num_slots=num_slots, features=features, num_sms=multiprocessors(k.device)
         )
     _reshape_and_cache_kernel[(triton.cdiv(num_slots, plan.tokens),)](
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        k_ptr=k,
-        v_ptr=v,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        slot_mapping_ptr=slot_mapping,
-        num_slots=num_slots,
-        num_kv_heads=num_kv_heads,
-        k_stride_token=k.stride(0),
-        k_stride_head=k.stride(1),
-        v_stride_token=v.stride(0),
-        v_stride_head=v.stride(1),
-        k_cache_stride_block=k_cache.stride(0),
-        k_cache_stride_slot=k_cache.stride(1),
-        k_cache_stride_head=k_cache.stride(2),
-        v_cache_stride_block=v_cache.stride(0),
-        v_cache_stride_slot=v_cache.stride(1),
-        v_cache_stride_head=v_cache.stride(2),
-        k_scale_stride=scale_stride(k_scale),
-        v_scale_stride=scale_stride(v_scale),
-        BLOCK_SIZE=k_cache.shape[1],
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_V=head_size_v,
+        **write_operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale),
         FEATURES=triton.next_power_of_2(num_kv_heads * head_size),
         FEATURES_V=triton.next_power_of_2(num_kv_heads * head_size_v),
         TOKENS=plan.tokens,

@@ -48,9 +48,8 @@ def _query_positions_kernel(
     low = tl.zeros([TOKENS], tl.int32)
     high = low + num_seqs
     width = num_seqs
-    while (
-        width > 1
-    ):  # the last sequence that starts at or before the token, where empty ones start too
+    # the last sequence that starts at or before the token, where empty ones start too
+    while width > 1:
         middle = (low + high) // 2
         starts = tl.load(query_start_loc_ptr + middle, mask=middle < high, other=0)
         later = (starts > tokens) | (middle >= high)

@@ -42,8 +42,8 @@ def attend_mixed(
     several = max_decode_query_len > 1 or tree_mask is not None
     if num_decodes is None:
         group, head_size = q.shape[1] // max(1, k_cache.shape[2]), max(q.shape[2], v_cache.shape[3])
-        rows = rows_of_program(max_decode_query_len, group, head_size)
-        small = max_decode_query_len <= MAX_QUERIES and max_decode_query_len * group <= rows
+        held = rows_of_program(max_decode_query_len, group, head_size)
+        small = max_decode_query_len <= MAX_QUERIES and max_decode_query_len * group <= held
         several = tree_mask is not None or small
         num_decodes = num_seqs if several else 0
     if 0 < num_decodes < num_seqs:

@@ -5,9 +5,10 @@
 
 Program (s, g, p) owns split p of sequence s for KV head g, all its new tokens (one in plain decoding, up to 16 when
 drafts are verified) and all query heads that share the KV head: they are the rows of one matrix product, so K and V are
-read once per KV head (or once per 64 rows, where there are more). A tile holds TILE_KV tokens gathered from as many blocks as it takes; only tiles at the window's
-start and among the new tokens at the sequence's end are masked. With one split the program writes the result itself,
-else it writes a normalised partial result and its lse, and `_merge_splits_kernel` joins them.
+read once per KV head (or once per 64 rows, where there are more). A tile holds TILE_KV tokens gathered from as many
+blocks as it takes; only tiles at the window's start and among the new tokens at the sequence's end are masked. With one
+split the program writes the result itself, else it writes a normalised partial result and its lse, and
+`_merge_splits_kernel` joins them.
 
 Bytes read:  sum_s min(seq_len_s, window) * num_kv_heads * (head_size + head_size_v) * cache_element_size   (K, V, once)
 Bytes moved by the merge: 2 * num_tokens * num_q_heads * num_splits * (head_size_v + 1) * 4
@@ -69,13 +70,15 @@ def _paged_decode_kernel(
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
     k_scale_stride, v_scale_stride, table_stride_seq, tree_stride_token,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_seqs, num_kv_heads * ROW_TILES, num_splits), ROWS rows of a sequence a program. PARTIAL: write lse2 per split instead of the final lse.
+    """Grid (num_seqs, num_kv_heads * ROW_TILES, num_splits), ROWS rows of a sequence a program.
 
     Without `query_start_loc_ptr` each sequence has one new token. `query_positions_ptr` says where the new tokens are
-    in their sequences when that is not the end, negative where they see nothing.
+    in their sequences when that is not the end, negative where they see nothing; `query_firsts_ptr` which key each sees
+    first. PARTIAL: write lse2 per split instead of the final lse.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = (tl.program_id(1) // ROW_TILES).to(tl.int64)
@@ -179,7 +182,7 @@ def _paged_decode_kernel(
             tree_mask_ptr + tl.where(row_mask, tokens, query_start.to(tl.int64)) * tree_stride_token
         )
 
-    has_keys = row_mask
+    has_keys = None
     if sinks_ptr is not None:
         # the sink enters once, in the first split, for rows that have keys (be they those before kv_start)
         lows, highs = visible_interval(
@@ -295,9 +298,7 @@ class DecodePlan:
     num_splits: int  # programs that share one sequence's KV
     num_warps: int
     num_stages: int  # depth of the load pipeline
-    split_len: int | None = (
-        None  # tokens of one split, whole tiles; None: each sequence's KV divided evenly
-    )
+    split_len: int | None = None  # tokens of a split, whole tiles; None: KV is divided evenly
 
 
 def rows_of_program(num_queries: int, group: int, head_size: int) -> int:

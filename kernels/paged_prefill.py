@@ -131,7 +131,7 @@ def _paged_prefill_kernel(
         bulk_start = tl.cdiv(all_from, TILE_KV) * TILE_KV
     bulk_stop = tl.maximum(bulk_start, seen_by_all // TILE_KV * TILE_KV)
 
-    has_keys = row_mask
+    has_keys = None
     if sinks_ptr is not None:
         lows, highs = visible_interval(
             row_positions, seq_len, window, attention_chunk, None, ranges_ptr, num_ranges, CAUSAL

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from ._checks import check_key_value, check_rotary
-from ._quantise import addressable, as_cached, scale_stride
-from .cache_write import reshape_and_cache
+from ._quantise import as_cached
+from .cache_write import reshape_and_cache, write_operands
 from .rotary import load_cos_sin, load_rotated, rotate_heads
 
 
@@ -146,43 +146,19 @@ def rope_and_cache(
         return
     if num_tokens == 0:
         return
-    k_cache, v_cache = addressable(k_cache, v_cache)
     if plan is None:
         plan = plan_rope_and_cache(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_size=head_size
         )
     _rope_and_cache_kernel[(num_tokens, 2)](
         q_ptr=q,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        k_ptr=k,
-        v_ptr=v,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
+        **write_operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale),
         positions_ptr=positions,
         cos_sin_ptr=cos_sin,
-        slot_mapping_ptr=slot_mapping,
-        num_slots=slot_mapping.shape[0],
         num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
-        k_stride_token=k.stride(0),
-        k_stride_head=k.stride(1),
-        v_stride_token=v.stride(0),
-        v_stride_head=v.stride(1),
-        k_cache_stride_block=k_cache.stride(0),
-        k_cache_stride_slot=k_cache.stride(1),
-        k_cache_stride_head=k_cache.stride(2),
-        v_cache_stride_block=v_cache.stride(0),
-        v_cache_stride_slot=v_cache.stride(1),
-        v_cache_stride_head=v_cache.stride(2),
-        k_scale_stride=scale_stride(k_scale),
-        v_scale_stride=scale_stride(v_scale),
         cos_sin_stride_position=cos_sin.stride(0),
-        BLOCK_SIZE=k_cache.shape[1],
-        HEAD_SIZE=head_size,
-        HEAD_SIZE_V=head_size_v,
         HALF=rotary_size // 2,
         HALF_DIM=triton.next_power_of_2(rotary_size // 2),
         REST_DIM=triton.next_power_of_2(max(1, head_size - rotary_size)),

@@ -100,7 +100,7 @@ def paged_attention(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """The first `num_decodes` sequences are rows [0, num_decodes) of q, unless all are and have several; see `ops`."""
+    """The first `num_decodes` sequences are rows [0, num_decodes) of q, unless they may have several; see `ops`."""
     check_attention(
         q, k_cache, v_cache, seq_lens, block_tables, out, lse, window, attention_chunk, softcap,
         alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,

@@ -115,6 +115,17 @@ def _decode_query_len(
     return max_decode_query_len
 
 
+def _defaults(
+    q: Tensor, v_cache: Tensor, scale: float | None, out: Tensor | None, return_lse: bool
+) -> tuple[float, Tensor, Tensor | None]:
+    """(scale, out, lse): what was not given, and lse if it is asked for."""
+    num_tokens, num_q_heads, head_size = q.shape
+    if out is None:
+        out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
+    lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
+    return (float(head_size) ** -0.5 if scale is None else scale), out, lse
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -185,16 +196,11 @@ def paged_attention(
     of no sequence (before query_start_loc[0], past query_start_loc[-1]) are not written. A NaN or infinity in a key or
     value that some query of a sequence sees may show in any query of that sequence, and in no other's.
     """
-    num_tokens, num_q_heads, head_size = q.shape
     num_seqs = seq_lens.shape[0]
-    if scale is None:
-        scale = head_size**-0.5
     max_decode_query_len = _decode_query_len(
-        num_tokens, num_seqs, max_query_len, num_decodes, max_decode_query_len, tree_mask
+        q.shape[0], num_seqs, max_query_len, num_decodes, max_decode_query_len, tree_mask
     )
-    if out is None:
-        out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
-    lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
+    scale, out, lse = _defaults(q, v_cache, scale, out, return_lse)
     args = (
         q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len,
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,
@@ -250,15 +256,10 @@ def cascade_attention(
 
     The other arguments and the result are those of `paged_attention`, but that rows of no sequence may be written.
     """
-    num_tokens, num_q_heads, head_size = q.shape
-    if scale is None:
-        scale = head_size**-0.5
     max_decode_query_len = _decode_query_len(
-        num_tokens, seq_lens.shape[0], max_query_len, num_decodes, max_decode_query_len, tree_mask
+        q.shape[0], seq_lens.shape[0], max_query_len, num_decodes, max_decode_query_len, tree_mask
     )
-    if out is None:
-        out = q.new_empty(num_tokens, num_q_heads, v_cache.shape[3])
-    lse = q.new_empty(num_tokens, num_q_heads, dtype=torch.float32) if return_lse else None
+    scale, out, lse = _defaults(q, v_cache, scale, out, return_lse)
     _cascade_attention(
         q, k_cache, v_cache, prefix_block_ids, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len,
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, prefix_lm_ranges,

@@ -61,9 +61,8 @@ BUDGETS = {
         spills={
             ("sm_100", "prefill-d256-plain"): 32,
             ("sm_90", "decode-d64-int8-options"): 80,
-            ("sm_90", "decode-d256-drafts"): 16,
-            ("sm_80", "decode-d256-drafts"): 16,
-            ("sm_80", "prefill-d128-int8-options"): 16,
+            ("sm_90", "decode-d256-drafts"): 8,
+            ("sm_80", "prefill-d128-int8-options"): 8,
         },
     ),
     "3.6": Budgets(
