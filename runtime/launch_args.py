@@ -32,7 +32,7 @@ class LaunchArgs:
     query_start_loc  int32 [S + 1]  first token of each row
     seq_lens         int32 [S]      context length + query length
     block_tables     int32 [S, W]   entries past ceil(seq_len / block_size) are meaningless
-    logits_indices   int64 [R]      token whose logits each sampled row needs, one entry per drawn token
+    logits_indices   int64 [R]      token of each row of logits that is needed
     num_decodes      rows [0, num_decodes) feed one token each, the rest are prefill chunks
     """
 
@@ -56,7 +56,7 @@ class _Rows(NamedTuple):
     tokens: list[np.ndarray]  # those fed in this step
     context_lens: np.ndarray  # int32 [S]
     query_lens: np.ndarray  # int32 [S]
-    num_samples: list[int]  # tokens drawn from each row
+    num_logits: list[int]  # rows of logits needed from each row
 
 
 class LaunchBuffers:
@@ -147,7 +147,7 @@ def build_launch_args(
     positions = np.arange(num_tokens) + (rows.context_lens - query_start_loc[:-1])[row_of_token]
     block_index, offset = np.divmod(positions, block_size)
     slot_mapping = block_tables[row_of_token, block_index].astype(np.int64) * block_size + offset
-    _check_blocks(rows, block_tables, num_entries, num_blocks)
+    _check_blocks(rows, block_tables, num_entries, block_size, num_blocks)
     _check_slots(rows, slot_mapping, row_of_token, block_size)
 
     is_decode = rows.query_lens == 1
@@ -157,7 +157,7 @@ def build_launch_args(
             np.concatenate(rows.tokens).astype(np.int64),
             positions,
             slot_mapping,
-            np.repeat(query_start_loc[1:].astype(np.int64) - 1, rows.num_samples),
+            np.repeat(query_start_loc[1:].astype(np.int64) - 1, rows.num_logits),
             query_start_loc,
             seq_lens,
             block_tables,
@@ -181,7 +181,7 @@ def build_launch_args(
 def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
     if not seq_group_metadata_list:
         raise ValueError("seq_group_metadata_list: expected at least one snapshot, got none")
-    owners, tables, tokens, context_lens, num_samples = [], [], [], [], []
+    owners, tables, tokens, context_lens, num_logits = [], [], [], [], []
     prefill_seen = False
     for metadata in seq_group_metadata_list:
         if prefill_seen and not metadata.is_prompt:
@@ -192,14 +192,14 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
             )
         prefill_seen = prefill_seen or metadata.is_prompt
         _check_lengths(metadata)
-        draws = metadata.num_samples // len(metadata.seq_data)
+        draws = metadata.num_logits // len(metadata.seq_data)
         for _, data, table in metadata.rows():
             context_len = data.num_computed_tokens
             owners.append(metadata)
             tables.append(table)
             tokens.append(data.token_ids(context_len, context_len + metadata.token_chunk_size))
             context_lens.append(context_len)
-            num_samples.append(draws)
+            num_logits.append(draws)
     query_lens = [metadata.token_chunk_size for metadata in owners]
     return _Rows(
         owners,
@@ -207,7 +207,7 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
         tokens,
         np.array(context_lens, np.int32),
         np.array(query_lens, np.int32),
-        num_samples,
+        num_logits,
     )
 
 
@@ -250,10 +250,19 @@ def _check_array(metadata: SequenceGroupMetadata, field: str, array: np.ndarray)
 
 
 def _check_blocks(
-    rows: _Rows, block_tables: np.ndarray, num_entries: np.ndarray, num_blocks: int
+    rows: _Rows, block_tables: np.ndarray, num_entries: np.ndarray, block_size: int, num_blocks: int
 ) -> None:
-    used = np.arange(block_tables.shape[1]) < num_entries[:, None]
-    bad = used & ((block_tables <= NULL_BLOCK) | (block_tables >= num_blocks))
+    """Ids of the pool in every entry; the null block only before all that a row's window shows it."""
+    first_seen = np.array(
+        [
+            0 if metadata.sliding_window is None else context_len - metadata.sliding_window + 1
+            for metadata, context_len in zip(rows.owners, rows.context_lens.tolist(), strict=True)
+        ]
+    )
+    index = np.arange(block_tables.shape[1])
+    seen = (index < num_entries[:, None]) & (index >= first_seen[:, None] // block_size)
+    bad = (index < num_entries[:, None]) & ((block_tables < 0) | (block_tables >= num_blocks))
+    bad |= seen & (block_tables == NULL_BLOCK)
     if bad.any():
         row, index = (int(i) for i in np.argwhere(bad)[0])
         got = int(block_tables[row, index])

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .params import SamplingParams
+from .params import LoRARequest, MultiModalSpan, SamplingParams
 
 # never allocated, hashed, evicted or counted; stands for "no block" in tables and padding
 NULL_BLOCK = 0
@@ -88,18 +88,34 @@ class SequenceData(msgspec.Struct, frozen=True):
         )
 
 
+class SpanChunk(msgspec.Struct, frozen=True):
+    """The part of an image or the like that a step feeds: its embeddings [start, stop) stand at the step's tokens
+    [offset, offset + stop - start) of the sequence."""
+
+    span: MultiModalSpan
+    start: int
+    stop: int
+    offset: int
+
+
 class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot of one request for one step.
 
     is_prompt            the step feeds prompt tokens, or re-feeds tokens lost to a preemption
     seq_data             seq_id -> SequenceData
-    block_tables         seq_id -> int32 array, block index -> block id; blocks of later chunks may be missing
+    block_tables         seq_id -> int32 array, block index -> block id; blocks of later chunks may be missing, those that
+                         lie before the sliding window of all that is still to be fed are the null block
     token_chunk_size     tokens fed per sequence in this step
     computed_block_nums  ids of the leading full blocks, common to all sequences, whose KV exists at the start of the
                          step. They need not be computed again; they never limit what is attended, which is always the
                          whole sequence
     do_sample            False before the last chunk
     generation_id        placement version of the group
+    multi_modal_data     the parts of images and the like among the tokens of this step
+    eos_token_ids        end-of-sequence tokens, none when the request ignores them
+    encoder_seq_data     the encoder's tokens, one sequence for the whole group; num_computed_tokens 0 says that this step
+                         runs the encoder, otherwise its keys and values are in the cache
+    cross_block_table    int32, the blocks of the encoder's keys and values
     """
 
     request_id: str
@@ -112,9 +128,10 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     do_sample: bool
     generation_id: int
     sliding_window: int | None = None
-    multi_modal_data: Any = None
-    lora_request: Any = None
+    multi_modal_data: tuple[SpanChunk, ...] = ()
+    lora_request: LoRARequest | None = None
     prompt_adapter_request: Any = None
+    eos_token_ids: tuple[int, ...] = ()
     encoder_seq_data: SequenceData | None = None
     cross_block_table: np.ndarray | None = None
 
@@ -125,17 +142,35 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_first_sample(self) -> bool:
-        """This step draws the first token of the request: all n samples come from the one prompt row."""
+        """This step draws the first token of the request: all samples come from the one prompt row."""
         if not self.do_sample or len(self.seq_data) > 1:
             return False
         return all(len(data.output_token_ids) == 0 for data in self.seq_data.values())
 
     @property
-    def num_samples(self) -> int:
-        """Tokens the sampler draws for this group in this step."""
+    def num_logits(self) -> int:
+        """Rows of logits that the step needs for this group."""
         if not self.do_sample:
             return 0
-        return self.sampling_params.n if self.is_first_sample else len(self.seq_data)
+        params = self.sampling_params
+        if self.is_first_sample and not params.use_beam_search:
+            return params.width
+        return len(self.seq_data)
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that come from each row of logits: 1 where one is drawn. A beam search needs as many as leave it `width`
+        to go on with when the most likely ones all end their beams."""
+        params = self.sampling_params
+        if not params.use_beam_search:
+            return 1
+        ends = len({*self.eos_token_ids, *params.stop_token_ids})
+        return max(2, 1 + ends) * params.width
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that come back for this group from this step."""
+        return self.num_logits * self.num_candidates
 
     def to_bytes(self) -> bytes:
         """msgpack, no pickle."""
@@ -168,6 +203,8 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class SamplerOutput(msgspec.Struct, frozen=True):
     """Drawn tokens in row order: groups in list order, `num_samples` entries each.
 
+    For a beam search these are the candidates of each row, most likely first; where the vocabulary has fewer, the rest has
+    log probability -inf.
     token_ids  int64 [num_samples]; -1 where the logits were not finite
     logprobs   float32 [num_samples], natural log probability of each token under the raw logits
     """

@@ -40,7 +40,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen and when they end. Validated at construction, then immutable.
 
     n             completions of one prompt; the prompt's KV is stored once. Sample i draws with seed + i
-    temperature   0 is greedy (and needs n = 1, all samples would be equal); any other value >= 0 is used as it is
+    best_of       completions that are made, of which the n with the highest cumulative logprob are returned; None for n.
+                  With beam search the width of the beam
+    use_beam_search  search for the most likely completions, `best_of` at a time. Needs temperature 0 and no top-k, top-p,
+                  min-p or stop strings; the texts come when the request ends
+    length_penalty  beams are compared by cumulative_logprob / num_output_tokens ** length_penalty
+    early_stopping  when a beam search ends: True as soon as best_of completions have ended; False when no running beam of
+                  its present length could enter them; "never" when none could at any length (as in transformers)
+    temperature   0 is greedy (and needs best_of = 1, all samples would be equal); any other value >= 0 is used as it is
     top_k         -1 is off, else keep the k most likely tokens, k >= 1; more than the vocabulary acts as off
     top_p         in (0, 1]; keep the smallest set of most likely tokens whose probability reaches top_p
     min_p         in [0, 1]; drop tokens less likely than min_p times the most likely one; 0 is off
@@ -55,6 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -79,11 +90,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "a number >= 0",
             self.temperature,
         )
+        best_of_ok = self.best_of is None or (_is_int(self.best_of) and self.best_of >= self.n)
+        _require(best_of_ok, "best_of", f"None or an integer >= n = {self.n}", self.best_of)
+        name = "n" if self.best_of is None else "best_of"
         _require(
-            self.n == 1 or self.temperature > 0,
-            "n",
+            self.width == 1 or self.temperature > 0 or self.use_beam_search,
+            name,
             "1 with temperature 0 (greedy samples are all equal)",
-            self.n,
+            self.width,
         )
         _require(
             _is_int(self.top_k) and (self.top_k == -1 or self.top_k >= 1),
@@ -110,11 +124,83 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", stop)
         ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
         _require(ids_ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search")
+        for name in flags:
             _require(
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
             )
 
+        _require(_is_number(self.length_penalty), "length_penalty", "a number", self.length_penalty)
+        early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
+        if self.use_beam_search:
+            self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        """A beam search takes the most likely tokens of the model itself."""
+        for name, value in (("temperature", 0), ("top_k", -1), ("top_p", 1), ("min_p", 0)):
+            got = getattr(self, name)
+            _require(got == value, name, f"{value} with use_beam_search", got)
+        _require(not self.stop, "stop", "none with use_beam_search", self.stop)
+
+    @property
+    def width(self) -> int:
+        """Sequences the request has at once, of which n are returned."""
+        return self.n if self.best_of is None else self.best_of
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == GREEDY_TEMPERATURE
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A loaded LoRA adapter. Loading it again, from the same path even, is another adapter with another id.
+
+    lora_name    what users call it
+    lora_int_id  >= 1, one for each load: cached prefixes are shared within one id only
+    lora_path    where its weights are
+    Raises ValueError naming the field, what was expected and what came.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.lora_name, str) and bool(self.lora_name),
+            "lora_name",
+            "a name",
+            self.lora_name,
+        )
+        id_ok = _is_int(self.lora_int_id) and self.lora_int_id >= 1
+        _require(id_ok, "lora_int_id", "an integer >= 1", self.lora_int_id)
+        _require(isinstance(self.lora_path, str), "lora_path", "a path", self.lora_path)
+
+
+class MultiModalSpan(msgspec.Struct, frozen=True):
+    """An image, a sound or the like, in place of `length` placeholder tokens of the prompt.
+
+    offset    index of its first placeholder in the prompt's tokens
+    length    placeholders, one for each of its embeddings; they count as tokens everywhere
+    digest    8 to 64 bytes that identify the content: prefixes are shared only where the digests are equal
+    data      what the model makes the embeddings from, or the embeddings themselves
+    is_whole  the model needs the span in one step (for example with attention both ways): it is never split into chunks
+    Raises ValueError naming the field, what was expected and what came.
+    """
+
+    offset: int
+    length: int
+    digest: bytes
+    data: Any = None
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.offset) and self.offset >= 0, "offset", "an integer >= 0", self.offset)
+        _require(_is_int(self.length) and self.length >= 1, "length", "an integer >= 1", self.length)
+        digest_ok = isinstance(self.digest, bytes) and 8 <= len(self.digest) <= 64
+        _require(digest_ok, "digest", "8 to 64 bytes", self.digest)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length

@@ -15,7 +15,7 @@ from .metadata import SamplerOutput, SequenceGroupMetadata
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters as columns, one entry per drawn token in row order."""
+    """Sampling parameters as columns, one entry per row of logits."""
 
     temperature: np.ndarray  # float64
     top_k: np.ndarray  # int64, -1 off
@@ -23,6 +23,7 @@ class SamplingRows(NamedTuple):
     min_p: np.ndarray  # float64, 0 off
     seed: np.ndarray  # uint64, sample index included
     step: np.ndarray  # uint64, tokens drawn before this one
+    num_candidates: np.ndarray  # int64, tokens asked for: 1, or more for a beam search
 
 
 def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> SamplingRows:
@@ -33,10 +34,10 @@ def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> Sampl
             continue
         params = metadata.sampling_params
         if metadata.is_first_sample:
-            draws = [(index, 0) for index in range(params.n)]
+            draws = [(index, 0) for index in range(metadata.num_logits)]
         else:
             draws = [(data.index, len(data.output_token_ids)) for _, data, _ in metadata.rows()]
-        seed = params.seed or 0
+        seed, num_candidates = params.seed or 0, metadata.num_candidates
         for index, step in draws:
             rows.append(
                 (
@@ -46,10 +47,11 @@ def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> Sampl
                     params.min_p,
                     (seed + index) % 2**64,
                     step,
+                    num_candidates,
                 )
             )
-    columns = list(zip(*rows, strict=True)) if rows else [()] * 6
-    dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64)
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 7
+    dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64, np.int64)
     return SamplingRows(
         *(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
     )
@@ -68,12 +70,39 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
-    """Draw one token per row of `logits` [R, vocab].
+    """Draw one token per row of `logits` [R, vocab], or the most likely ones where a beam search asks for several.
 
     Order: temperature, top-k, top-p (on what top-k left), min-p, draw. Temperature 0 takes the most likely token. A row
     whose logits are not finite gets token -1; the others are not touched by it.
     """
     logits = logits.float()
+    normaliser = logits.logsumexp(dim=-1)
+    # not finite: a NaN, an infinite logit, or nothing but -inf
+    is_finite = normaliser.isfinite()
+    searching = np.flatnonzero(rows.num_candidates > 1)
+    token_ids = _sample_rows(logits, rows)
+    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normaliser
+    token_ids.masked_fill_(~is_finite, -1)
+    if len(searching) == 0:
+        return SamplerOutput(token_ids.cpu().numpy(), logprobs.cpu().numpy())
+    stops = np.cumsum(rows.num_candidates)
+    out_ids, out_logprobs = np.zeros(stops[-1], np.int64), np.full(stops[-1], -np.inf, np.float32)
+    single = rows.num_candidates == 1
+    out_ids[stops[single] - 1] = token_ids.cpu().numpy()[single]
+    out_logprobs[stops[single] - 1] = logprobs.cpu().numpy()[single]
+    for count in np.unique(rows.num_candidates[searching]).tolist():
+        chosen = np.flatnonzero(rows.num_candidates == count)
+        index = torch.from_numpy(chosen).to(logits.device)
+        ids, values = _most_likely(logits[index], min(count, logits.shape[1]))
+        values = values - normaliser[index, None]
+        ids.masked_fill_(~is_finite[index, None], -1)
+        places = (stops[chosen] - count)[:, None] + np.arange(ids.shape[1])
+        out_ids[places], out_logprobs[places] = ids.cpu().numpy(), values.cpu().numpy()
+    return SamplerOutput(out_ids, out_logprobs)
+
+
+def _sample_rows(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """One token per row, int64 [R]; of no meaning where the logits are not finite."""
     token_ids = logits.argmax(dim=-1)
     random = np.flatnonzero(rows.temperature > 0)
     if len(random):
@@ -84,11 +113,20 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> SamplerOutput:
                 index = torch.from_numpy(chosen).to(logits.device)
                 picked = SamplingRows(*(column[chosen] for column in rows))
                 token_ids[index] = draw(_scaled(logits[index], picked), draws[index], picked)
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(1, token_ids[:, None])[:, 0] - normaliser
-    # not finite: a NaN, an infinite logit, or nothing but -inf
-    token_ids.masked_fill_(~normaliser.isfinite(), -1)
-    return SamplerOutput(token_ids.cpu().numpy(), logprobs.cpu().numpy())
+    return token_ids
+
+
+def _most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, logits) of the `count` largest logits of each row, ties to the lower id, [R, count] each."""
+    values, token_ids = logits.topk(count, dim=-1)
+    # topk leaves the order of equal values open: order what it found, then mend what lies beyond the cut
+    token_ids, order = token_ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    token_ids = token_ids.gather(1, order)
+    for row in ((logits >= values[:, -1:]).sum(-1) > count).nonzero()[:, 0].tolist():
+        exact = logits[row].sort(descending=True, stable=True)
+        values[row], token_ids[row] = exact.values[:count], exact.indices[:count]
+    return token_ids, values
 
 
 def _scaled(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

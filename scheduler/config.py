@@ -4,61 +4,94 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_CHOICES = {
+    "policy": ("fcfs", "priority"),
+    "order": ("decode-first", "prefill-first"),
+    "admission": ("optimistic", "reserve"),
+    "preemption_mode": ("auto", "recompute", "swap"),
+}
+_AT_LEAST = {
+    "num_gpu_blocks": 1,
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 1,
+    "num_cpu_blocks": 0,
+    "max_loras": 0,
+    "max_encoder_len": 0,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits and policy. Raises ValueError naming the field, what was expected and what came.
 
     num_gpu_blocks          usable blocks of the pool, the null block not counted
-    max_num_seqs            seats: sequences that may hold KV at once (prefills count their n future sequences)
+    num_cpu_blocks          blocks in host memory to swap to; 0 for no swapping
+    max_num_seqs            seats: sequences that may hold device KV at once (prefills count their future sequences)
     max_num_batched_tokens  most tokens fed in one step; also bounds the seats, so that every seat can be fed
     max_model_len           most tokens of one sequence, prompt and output
+    max_encoder_len         most encoder tokens of one request, 0 for a model without an encoder
+    max_loras               adapters that one step may use, 0 for a model without adapters
+    is_multi_modal          requests may bring images or the like
     vocab_size              prompt token ids must be below it; None skips the check
-    watermark               share of the pool that admission leaves free while others run, against thrashing
-    policy                  "fcfs"
-    preemption_mode         "recompute" (and "auto", which means it)
+    sliding_window          tokens that every layer sees at most, the newest included; None for all
+    watermark               share of the pool that optimistic admission leaves free while others run, against thrashing
+    policy                  "fcfs": first come, first served. "priority": lower `priority` first, then first come; an urgent
+                            request takes the place of less urgent ones, be it for seats or for blocks
+    order                   who takes from a step's budget first: "decode-first" or "prefill-first" (first tokens sooner,
+                            running requests slower)
+    admission               "optimistic": requests come in while there is room now, and are preempted if it runs out.
+                            "reserve": only if the blocks suffice until all have ended, at their longest; never preempts
+    preemption_mode         what becomes of the KV of a preempted request. "recompute": given up and computed again. "swap":
+                            moved to host memory. "auto": swap for several sequences, recompute for one. Where host memory
+                            is full it is recompute
     """
 
     num_gpu_blocks: int
     block_size: int = 16
+    num_cpu_blocks: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
+    max_encoder_len: int = 0
+    max_loras: int = 0
+    is_multi_modal: bool = False
     vocab_size: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     sliding_window: int | None = None
     watermark: float = 0.01
     policy: str = "fcfs"
+    order: str = "decode-first"
+    admission: str = "optimistic"
     preemption_mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_gpu_blocks",
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-        ):
+        for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
         for name in ("vocab_size", "sliding_window"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}: expected None or an integer >= 1, got {value!r}")
         if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise ValueError(f"watermark: expected a number in [0, 1), got {self.watermark!r}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens: expected at least max_model_len = {self.max_model_len} without chunked "
                 f"prefill, got {self.max_num_batched_tokens}"
             )
-        for name, known in (("policy", ("fcfs",)), ("preemption_mode", ("auto", "recompute"))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        if self.admission == "reserve" and self.order != "decode-first":
+            raise ValueError(
+                f"order: expected 'decode-first' with admission 'reserve', got {self.order!r}"
+            )
 
     @property
     def num_seats(self) -> int:
@@ -67,4 +100,8 @@ class SchedulerConfig:
     @property
     def max_seq_len(self) -> int:
         """Most tokens one sequence can reach: the model's limit or the whole pool."""
-        return min(self.max_model_len, self.num_gpu_blocks * self.block_size)
+        window, size = self.sliding_window, self.block_size
+        if window is not None and self.enable_chunked_prefill:
+            if self.num_gpu_blocks > -(-(window - 1) // size):  # what a single query sees
+                return self.max_model_len
+        return min(self.max_model_len, self.num_gpu_blocks * size)

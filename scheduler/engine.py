@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
-from ..runtime.params import SamplingParams
+from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
+from .invariants import check_step
 from .outputs import CompletionOutput, RequestOutput
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -54,11 +56,12 @@ class Request:
     def decode(self, seq: Sequence) -> str | None:
         """Bring the text of `seq` up to its tokens; returns the stop string that ended it, if any.
 
-        A token that ended the sequence is not part of the text unless special tokens are to be shown.
+        A token that ended the sequence is not part of the text unless special tokens are to be shown. The text of a beam
+        may change from its beginning, so it is made when the search has ended.
         """
-        if self._tokenizer is None:
-            return None
         params = self.group.sampling_params
+        if self._tokenizer is None or (params.use_beam_search and not self.finished):
+            return None
         stream = self._streams.get(seq.index)
         if stream is None:
             stream = self._streams[seq.index] = TextStream(
@@ -85,16 +88,25 @@ class Request:
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=group.seqs[0].prompt_token_ids.tolist(),
-            outputs=[self._completion(seq) for seq in group.seqs],
+            outputs=[self._completion(seq, place) for place, seq in enumerate(self._returned())],
             finished=self.finished,
             metrics=dataclasses.replace(group.metrics),
             num_cached_tokens=group.metrics.num_cached_tokens,
         )
 
-    def _completion(self, seq: Sequence) -> CompletionOutput:
+    def _returned(self) -> list[Sequence]:
+        """The n sequences to be returned: all, or the most likely ones where more are made."""
+        group, params = self.group, self.group.sampling_params
+        if params.width == params.n and not params.use_beam_search:
+            return group.seqs
+        if params.use_beam_search and self.finished:
+            return group.seqs  # by score
+        return sorted(group.seqs, key=lambda seq: -seq.cumulative_logprob)[: params.n]
+
+    def _completion(self, seq: Sequence, place: int) -> CompletionOutput:
         stream = self._streams.get(seq.index)
         return CompletionOutput(
-            index=seq.index,
+            index=place,
             text=stream.visible if stream is not None else "",
             token_ids=seq.output_token_ids.tolist(),
             cumulative_logprob=seq.cumulative_logprob,
@@ -137,6 +149,11 @@ class Engine:
         sampling_params: SamplingParams,
         prompt: str | None = None,
         cache_salt: str = "",
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+        encoder_token_ids: Seq[int] | None = None,
+        multi_modal_spans: Seq[MultiModalSpan] = (),
     ) -> Request:
         """Queue a request. Raises ValueError, with nothing changed, when it can never run."""
         params = sampling_params
@@ -153,6 +170,10 @@ class Engine:
             time.perf_counter(),
             eos_token_ids=self._eos_token_ids,
             cache_salt=cache_salt,
+            priority=priority,
+            lora_request=lora_request,
+            encoder_seq=None if encoder_token_ids is None else Sequence(-1, encoder_token_ids),
+            multi_modal_spans=multi_modal_spans,
         )
         self.scheduler.add_seq_group(group)
         self._num_added += 1
@@ -177,6 +198,8 @@ class Engine:
         """
         started = time.perf_counter()
         outputs = self.scheduler.schedule()
+        if self._check:
+            check_step(self.scheduler, outputs)
         scheduled = time.perf_counter()
         changed, self._aborted = self._aborted + outputs.ignored, []
         used = self.scheduler.blocks.num_used_blocks
@@ -237,7 +260,7 @@ class Engine:
                 stop = request.decode(seq)
                 if stop is None:
                     continue
-                if seq.is_finished:  # the last token allowed completed a stop string
+                if seq.is_finished:  # the last token that was allowed completed a stop string
                     seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
                 else:
                     self.scheduler.finish_sequence(

@@ -1,30 +1,39 @@
 """Which requests run in the next step. One read from top to bottom explains it.
 
-    add_seq_group ──> waiting ──admit──> running ──finish──> gone
-                         ^                  │
-                         └─────preempt──────┘
+                         ┌──────────── preempt (recompute) ───────────┐
+                         v                                            │
+    add_seq_group ──> waiting ──────────────admit────────────────> running ──finish──> gone
+                                                                   │     ^
+                                              preempt (swap) ──────┘     │
+                                                 v                       │
+                                              swapped ──────resume───────┘
 
-`schedule()` spends one budget of tokens and seats: running groups first (decodes, then unfinished prefills), then
-waiting ones, first come first served. A group moves as a whole or not at all. When blocks run out for a group, the
-youngest running ones that came after it and have no place in this step yet give up theirs and wait for their turn to
-compute their tokens again; where there is none, the group sits this step out. The oldest group is nobody's victim, so
-each step advances it or a younger one that was placed before it. `schedule()` returns immutable snapshots; `update()`
-writes the drawn tokens back by row.
+`schedule()` spends one budget of tokens and seats on groups in order of turn: by default running ones (decodes, then
+unfinished prefills), then swapped ones, then waiting ones, first come first served. A group moves as a whole or not at
+all. When blocks run out for a running group, the last ones in line that have no place in this step yet give up theirs;
+where there is none, the group sits this step out. The first in line is nobody's victim, so each step advances it or a
+group that was placed before it. Nobody comes in past one that found no room. `schedule()` returns immutable snapshots;
+`update()` (in `write_back`) gives the drawn tokens to their sequences.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import time
 from bisect import insort
-from collections import deque
+from collections.abc import Iterator
 
 from ..runtime.metadata import SamplerOutput
+from .admission import check_admissible, num_cross_blocks, peak_blocks
 from .block_manager import BlockManager, cdiv
 from .config import SchedulerConfig
 from .sequence import Sequence, SequenceGroup, SequenceStatus
+from .invariants import check_invariants
+from .stats import SchedulerStats, Totals
 from .step import Row, SchedulerOutputs, Step, create_metadata
+from .write_back import conclude_search, write_back
 
 logger = logging.getLogger(__name__)
 
@@ -35,61 +44,50 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.blocks = BlockManager(
-            config.num_gpu_blocks, config.block_size, config.enable_prefix_caching
+            config.num_gpu_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            num_cpu_blocks=config.num_cpu_blocks,
+            sliding_window=config.sliding_window,
         )
-        self.waiting: deque[SequenceGroup] = deque()  # both in order of arrival
+        # each in order of turn
+        self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
         self._groups: dict[str, SequenceGroup] = {}
         self._in_flight: Step | None = None
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._steps = itertools.count()
-        self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
+        self._watermark_blocks = 0
+        if config.admission == "optimistic":
+            self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
+        self._totals = Totals()
+        self._ahead = self._new_step()  # the next step; between steps it takes up swaps that are asked for
 
     # -- requests come and go
 
     def add_seq_group(self, group: SequenceGroup) -> None:
         """Queue a request. Raises ValueError, and changes nothing, when it could never run."""
-        self._check_admissible(group)
-        first_id = next(self._seq_ids)
-        for _ in range(group.sampling_params.n - 1):
-            next(self._seq_ids)  # a group's ids are consecutive, in order of its samples
-        group.seqs[0].seq_id = first_id
-        group.arrival_order = next(self._arrivals)
-        # two requests of one id never share a version
-        group.generation_id = group.arrival_order << 32
-        self._groups[group.request_id] = group
-        self.waiting.append(group)
-
-    def _check_admissible(self, group: SequenceGroup) -> None:
-        config, prompt = self.config, group.seqs[0].prompt_token_ids
         if group.request_id in self._groups:
             raise ValueError(
                 f"request_id: expected one not in use, got {group.request_id!r}, which is in flight"
             )
-        if len(prompt) == 0:
-            raise ValueError("prompt_token_ids: expected at least one token, got an empty prompt")
-        if config.vocab_size is not None and not (
-            prompt.min() >= 0 and prompt.max() < config.vocab_size
-        ):
-            bad = int(prompt.min()) if prompt.min() < 0 else int(prompt.max())
-            raise ValueError(
-                f"prompt_token_ids: expected ids in [0, {config.vocab_size}), got {bad}"
-            )
-        if len(prompt) + 1 > config.max_seq_len:
-            raise ValueError(
-                f"prompt_token_ids: {len(prompt)} tokens and one to generate do not fit: max_model_len is "
-                f"{config.max_model_len}, the KV pool holds {config.num_gpu_blocks} blocks of {config.block_size} tokens"
-            )
-        if group.sampling_params.n > config.num_seats:
-            raise ValueError(
-                f"n: expected at most {config.num_seats} (the seats), got {group.sampling_params.n}"
-            )
-        for name in ("lora_request", "prompt_adapter_request", "encoder_seq"):
-            if getattr(group, name) is not None:
-                raise ValueError(
-                    f"{name}: expected None, no loaded model takes one, got {getattr(group, name)!r}"
-                )
+        check_admissible(group, self.config)
+        group.seqs[0].seq_id = next(self._seq_ids)
+        for _ in range(group.sampling_params.width - 1):
+            next(self._seq_ids)  # a group's first ids are consecutive, in order of its samples
+        if group.encoder_seq is not None:
+            group.encoder_seq.seq_id = next(self._seq_ids)
+        group.arrival_order = next(self._arrivals)
+        # two requests of one id never share a version
+        group.generation_id = group.arrival_order << 32
+        self._groups[group.request_id] = group
+        insort(self.waiting, group, key=self._turn)
+
+    def _turn(self, group: SequenceGroup) -> tuple[int, int]:
+        """Order within a queue."""
+        return (group.priority if self.config.policy == "priority" else 0, group.arrival_order)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """End a request in whatever state it is; returns it, or None when no such request is unfinished.
@@ -99,7 +97,29 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self._finish(group, SequenceStatus.FINISHED_ABORTED)
+        self.finish_group(group, SequenceStatus.FINISHED_ABORTED)
+        return group
+
+    def preempt(self, request_id: str) -> SequenceGroup | None:
+        """Take a running request's device blocks, as if they had run out; returns it, or None when it is not running.
+
+        It goes on as soon as there is room, with the same tokens. If it takes part in a step in flight, its snapshot there
+        is stale: the step is not launched, or, if it was, what it draws for the request is dropped and drawn again. Its
+        blocks stay untouched until then.
+        """
+        group = self._groups.get(request_id)
+        if group is None or group.state is not SequenceStatus.RUNNING:
+            return None
+        if self._in_flight is None:
+            self._preempt(group, self._ahead)
+            return group
+        self.running.remove(group)
+        group.metrics.num_preemptions += 1
+        for row in self._in_flight.rows:
+            row.is_void = row.is_void or row.group is group
+        for seq in group.owners:
+            self._in_flight.fenced += self.blocks.detach(seq)
+        self._give_up_blocks(group)
         return group
 
     def finish_sequence(
@@ -109,22 +129,50 @@ class Scheduler:
         status: SequenceStatus,
         reason: int | str | None = None,
     ) -> None:
-        """End one sequence, and with the last one its group.
-
-        Its blocks are free at once unless a step in flight names them.
-        """
+        """End one sequence, and with the last one its group."""
         group.finish(seq, status, reason)
+        self.release(seq)
+        if group.is_finished:
+            self._take_leave(group)
+
+    def finish_group(
+        self, group: SequenceGroup, status: SequenceStatus, reason: int | str | None = None
+    ) -> None:
+        """End all sequences that are left."""
+        for seq in group.live.copy():
+            self.finish_sequence(group, seq, status, reason)
+
+    def release(self, seq: Sequence) -> None:
+        """A sequence needs its blocks no more: they are free at once, unless a step in flight names them."""
         step = self._in_flight
         if step is None or not any(seq in row.seqs for row in step.rows):
             self.blocks.free(seq)
-        if group.is_finished:
-            del self._groups[group.request_id]
-            (self.running if group in self.running else self.waiting).remove(group)
-            group.metrics.finished_time = time.perf_counter()
 
-    def _finish(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        for seq in group.live.copy():
-            self.finish_sequence(group, seq, status)
+    def end_search(self, group: SequenceGroup) -> None:
+        """A beam search is over: what still runs is given up."""
+        for seq in group.live:
+            self.release(seq)
+        group.generation_id += 1
+        group.live = []
+        self._take_leave(group)
+
+    def next_seq_id(self) -> int:
+        return next(self._seq_ids)
+
+    def _take_leave(self, group: SequenceGroup) -> None:
+        del self._groups[group.request_id]
+        self._ahead.swaps_out.pop(group, None)
+        for queue in (self.running, self.swapped, self.waiting):
+            if group in queue:
+                queue.remove(group)
+                break
+        encoder, step = group.encoder_seq, self._in_flight
+        if encoder is not None and not (step is not None and step.has(group)):
+            self.blocks.free(encoder)
+        if group.sampling_params.use_beam_search:
+            conclude_search(group)
+        group.metrics.finished_time = time.perf_counter()
+        self._totals.num_finished += 1
 
     def has_unfinished(self) -> bool:
         return bool(self._groups)
@@ -133,6 +181,15 @@ class Scheduler:
         """Current placement version of a request, None when it is gone."""
         group = self._groups.get(request_id)
         return None if group is None else group.generation_id
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """All unfinished requests."""
+        return list(self._groups.values())
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._in_flight is not None
 
     # -- one step
 
@@ -145,169 +202,378 @@ class Scheduler:
             raise RuntimeError(
                 "schedule: a step is in flight, expected update() or rollback() first"
             )
-        step = Step(next(self._steps), self.config.max_num_batched_tokens)
-        self._schedule_running(step)
-        if not step.is_short_of_blocks:
-            self._schedule_waiting(step)
-        return self._order(step)
+        step, self._ahead = self._ahead, self._new_step()
+        step.seats = self.config.num_seats - sum(group.num_seats for group in self.running)
+        taken_before = len(step.preempted)
+        for group in self._turns():
+            if group in step.preempted[taken_before:] or group.is_finished:
+                continue  # lost its place, or ended, for the sake of one before it
+            if group.state is SequenceStatus.RUNNING:
+                self._advance(group, step)
+            elif step.admits and step.token_budget > 0:
+                self._bring_in(group, step)
+        return self._freeze(step)
 
-    def _schedule_running(self, step: Step) -> None:
-        # a stable sort: decodes first, in order of arrival within a phase
-        for group in sorted(self.running, key=lambda group: group.is_prefill):
-            if group.state is not SequenceStatus.RUNNING:
-                continue  # preempted or finished for the sake of an older one
-            seqs = group.active()
-            chunk = self._chunk(
-                group.num_tokens_to_feed(), step.token_budget // len(seqs), may_split=len(seqs) > 1
-            )
-            if chunk > 0 and self._make_room(group, seqs, chunk, step):
-                self._place(group, seqs, chunk, step)
+    def _new_step(self) -> Step:
+        return Step(next(self._steps), self.config.max_num_batched_tokens)
 
-    def _chunk(self, num_tokens: int, budget: int, may_split: bool = False) -> int:
-        """Tokens to feed now: as many as the budget allows, or with chunking off all or none."""
-        if num_tokens > budget and not (self.config.enable_chunked_prefill or may_split):
-            return 0
-        return min(num_tokens, budget)
+    def _turns(self) -> Iterator[SequenceGroup]:
+        """All groups in the order in which they may take from the step's budget."""
+        decodes = [group for group in self.running if not group.is_prefill]
+        prefills = [group for group in self.running if group.is_prefill]
+        newcomers = self.swapped.copy(), self.waiting[: self.config.num_seats + 1]
+        if self.config.order == "decode-first":
+            phases = (decodes, prefills, *newcomers)
+        else:
+            phases = (prefills, *newcomers, decodes)
+        if self.config.policy == "priority":
+            return heapq.merge(*phases, key=lambda group: group.priority)
+        return itertools.chain(*phases)
 
-    def _make_room(
-        self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step
-    ) -> bool:
-        """Free blocks for `group` at the expense of younger groups that have no place in this step yet."""
+    def _advance(self, group: SequenceGroup, step: Step) -> None:
+        """Give a running group its place in the step."""
+        seqs = group.active()
+        for seq in seqs:
+            self.blocks.drop_out_of_window(seq)
+        chunk = self._chunk(group, len(seqs), step)
+        if chunk > 0:
+            chunk = self._make_room(group, seqs, chunk, step)
+        if chunk > 0:
+            self._place(group, seqs, chunk, step)
+        else:
+            step.admits = False  # the budget, or the blocks, that newcomers took would be missed here
+
+    def _chunk(self, group: SequenceGroup, num_seqs: int, step: Step, num_cached: int = 0) -> int:
+        """Tokens to feed each sequence now: as many as the budget allows, or where they cannot be split all or none."""
+        wanted = group.num_tokens_to_feed() - num_cached
+        budget = (step.token_budget - group.num_encoder_tokens_to_feed) // num_seqs
+        if wanted <= budget:
+            return wanted
+        may_split = self.config.enable_chunked_prefill or num_seqs > 1
+        return self._whole_spans(group, budget, num_cached) if may_split else 0
+
+    @staticmethod
+    def _whole_spans(group: SequenceGroup, chunk: int, num_cached: int = 0) -> int:
+        """The longest chunk up to `chunk` that does not end inside a span that must stay whole."""
+        leader = group.live[0]
+        start = leader.num_computed_tokens + num_cached
+        for span in leader.spans:
+            if span.is_whole and span.offset < start + chunk < span.stop:
+                return max(0, span.offset - start)
+        return max(0, chunk)
+
+    def _make_room(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> int:
+        """Have blocks for `chunk` tokens, or as many as there are blocks for, at the expense of groups later in line that
+        have no place in this step yet; returns the tokens there is room for."""
         while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
-            step.is_short_of_blocks = True
-            younger = self.running[self.running.index(group) + 1 :]
-            victim = next((victim for victim in reversed(younger) if not step.has(victim)), None)
+            step.admits = False
+            victim = self._last_without_place(step, self._turn(group))
             if victim is not None:
-                self._preempt(victim)
-                step.preempted.append(victim)
-                continue
-            if len(self.running) == 1:  # the whole pool does not hold it: it ends with what it has
-                self._finish(group, SequenceStatus.FINISHED_LENGTH)
-                step.ignored.append(group)
-            return False
-        return True
+                self._preempt(victim, step)
+            elif group.is_prefill and len(seqs) == 1 and self._fitting_chunk(group) > 0:
+                return min(chunk, self._fitting_chunk(group))
+            else:
+                if len(self.running) == 1:  # the whole pool does not hold it: it ends with what it has
+                    self._outgrow(group, step)
+                return 0
+        return chunk
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Recompute preemption: give up all blocks; the tokens stay and are computed again later."""
-        for seq in group.live:
+    def _fitting_chunk(self, group: SequenceGroup) -> int:
+        """Tokens that the leader can be fed with the blocks that are free."""
+        leader, size = group.live[0], self.config.block_size
+        room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
+        if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
+            room -= size  # one goes for a copy of its last block
+        return self._whole_spans(group, room) if self.config.enable_chunked_prefill else 0
+
+    def _last_without_place(
+        self, step: Step, after: tuple[int, int], less_urgent: bool = False
+    ) -> SequenceGroup | None:
+        """The last running group in line after the turn `after` that has no place in the step."""
+        for victim in reversed(self.running):
+            turn = self._turn(victim)
+            if turn <= after or (less_urgent and turn[0] <= after[0]):
+                return None
+            if not step.has(victim):
+                return victim
+        return None
+
+    def _outgrow(self, group: SequenceGroup, step: Step) -> None:
+        self.finish_group(group, SequenceStatus.FINISHED_LENGTH)
+        step.ignored.append(group)
+
+    def _preempt(self, group: SequenceGroup, step: Step) -> None:
+        """Take all device blocks of a group: it computes its tokens again later, or has its blocks moved to the host.
+
+        No step both swaps in and swaps out, see `SchedulerOutputs`.
+        """
+        step.preempted.append(group)
+        step.seats += group.num_seats
+        self.running.remove(group)
+        group.metrics.num_preemptions += 1
+        holders = [seq for seq in group.owners if self.blocks.has_table(seq.seq_id)]
+        mode = self.config.preemption_mode
+        wants_swap = mode == "swap" or (mode == "auto" and len(group.active()) > 1)
+        if wants_swap and not step.swaps_in and self.blocks.can_swap_out(holders):
+            step.swaps_out[group] = self.blocks.swap_out(holders)
+            self._totals.num_swapped_out += 1
+            self._set_state(group, SequenceStatus.SWAPPED)
+            insort(self.swapped, group, key=self._turn)
+        else:
+            self._give_up_blocks(group)
+        logger.debug("preempted request_id=%s into state=%s", group.request_id, group.state.value)
+
+    def _give_up_blocks(self, group: SequenceGroup) -> None:
+        """Recompute preemption of a group that is in no queue now: the tokens stay and are computed again."""
+        for seq in group.owners:
             self.blocks.free(seq)
             seq.num_computed_tokens = 0
-            seq.status = SequenceStatus.WAITING
+        self._totals.num_recomputed += 1
+        self._set_state(group, SequenceStatus.WAITING)
+        insort(self.waiting, group, key=self._turn)
+
+    @staticmethod
+    def _set_state(group: SequenceGroup, status: SequenceStatus) -> None:
+        """Every such event makes the block tables already issued wrong."""
+        for seq in group.live:
+            seq.status = status
         group.generation_id += 1
-        group.metrics.num_preemptions += 1
-        self.running.remove(group)
-        insort(self.waiting, group, key=lambda g: g.arrival_order)
-        logger.debug("preempted request_id=%s", group.request_id)
+
+    # -- coming in
+
+    def _bring_in(self, group: SequenceGroup, step: Step) -> None:
+        """Give a waiting or swapped group a place in the step, or leave everything as it was.
+
+        Without room nobody behind it comes in either, but for want of an adapter's place only those who need one.
+        """
+        if not self._has_adapter_place(group, step):
+            step.awaits_adapter = True
+            return
+        enter = self._resume if group.state is SequenceStatus.SWAPPED else self._admit
+        if enter(group, step):
+            return
+        if self.config.policy == "priority" and self.config.admission == "optimistic":
+            if self._clear_way(group, step) and enter(group, step):
+                return
+        step.admits = False
+
+    def _has_adapter_place(self, group: SequenceGroup, step: Step) -> bool:
+        """Adapters of running groups keep their places. Nobody who needs one overtakes a group that waits for a place,
+        else those in use could stay so for ever."""
+        lora = group.lora_request
+        if lora is None:
+            return True
+        used = {g.lora_request for g in self.running if g.lora_request is not None}
+        return not step.awaits_adapter and (lora in used or len(used) < self.config.max_loras)
+
+    def _clear_way(self, group: SequenceGroup, step: Step) -> bool:
+        """Preempt less urgent running groups, the last first, until seats and blocks suffice; nobody if they never would."""
+        turn = self._turn(group)
+        victims = [g for g in self.running if g.priority > group.priority and not step.has(g)]
+        owners = [seq for victim in victims for seq in victim.owners]
+        seats = step.seats + sum(victim.num_seats for victim in victims)
+        blocks = self.blocks.num_free_blocks + self.blocks.num_held_alone(owners)
+        everybody = len(victims) == len(self.running)
+        if group.num_seats > seats or self._blocks_to_enter(group, step, everybody) > blocks:
+            return False
+        while (
+            group.num_seats > step.seats
+            or self._blocks_to_enter(group, step) > self.blocks.num_free_blocks
+        ):
+            victim = self._last_without_place(step, turn, less_urgent=True)
+            if victim is None:
+                return False
+            self._preempt(victim, step)
+        return True
+
+    def _blocks_to_enter(self, group: SequenceGroup, step: Step, alone: bool | None = None) -> int:
+        """Free blocks without which a group does not come in: those it takes now, and a reserve while others run.
+
+        A new request needs room for its first chunk only. One that was preempted needs room for all it will hold, else it
+        would come in for one chunk and be preempted again.
+        """
+        alone = not self.running if alone is None else alone
+        reserve = 0 if alone else self._watermark_blocks
+        if group.state is SequenceStatus.SWAPPED:
+            own = self.blocks.num_blocks_to_swap_in(group.owners) + len(group.active())
+            return reserve + own
+        cached, chunk = self._first_chunk(group, step)
+        size = self.config.block_size
+        needed = cdiv(len(cached) * size + chunk, size)
+        if group.metrics.num_preemptions:
+            needed = max(needed, self._resume_blocks(group))
+        cross = num_cross_blocks(group, self.config)
+        needed = min(needed, self.blocks.num_blocks - cross) + cross
+        return reserve + max(needed - len(cached), 1) + self.blocks.num_evictable(cached)
+
+    def _first_chunk(self, group: SequenceGroup, step: Step) -> tuple[list[int], int]:
+        """(blocks of its prefix that are known, tokens to feed after them) for a waiting group: nothing is computed yet."""
+        leader = group.live[0]
+        cached = self.blocks.match(leader, group.namespace, group.num_tokens_to_feed())
+        num_cached = len(cached) * self.config.block_size
+        while num_cached and self._whole_spans(group, num_cached) < num_cached:
+            cached.pop()  # the model needs the whole of a span at once, of which a part is known
+            num_cached -= self.config.block_size
+        if self.config.sliding_window is not None and self._cut_short(cached, num_cached):
+            cached, num_cached = [], 0
+        return cached, self._chunk(group, 1, step, num_cached)
+
+    def _cut_short(self, cached: list[int], num_cached: int) -> bool:
+        """Whether a match that was shortened has lost what the window at its end sees."""
+        assert self.config.sliding_window is not None
+        first = max(0, num_cached - self.config.sliding_window + 1) // self.config.block_size
+        return 0 in cached[first:]
 
     def _resume_blocks(self, group: SequenceGroup) -> int:
         """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
-        live = group.live
-        size = self.config.block_size
+        live, size = group.live, self.config.block_size
         shared = group.num_prompt_tokens // size if len(live) > 1 else 0
-        return shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
-
-    def _schedule_waiting(self, step: Step) -> None:
-        seats = self.config.num_seats - sum(group.num_seats for group in self.running)
-        while self.waiting and step.token_budget > 0:
-            group = self.waiting[0]
-            if group.num_seats > seats or not self._admit(group, step):
-                break
-            seats -= group.num_seats
+        blocks = shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
+        window = self.config.sliding_window
+        if window is not None:
+            blocks = min(blocks, len(live) * (cdiv(window - 1, size) + 1))
+        return blocks
 
     def _admit(self, group: SequenceGroup, step: Step) -> bool:
-        """Give a waiting group its first blocks and a place in the step, or leave everything as it was.
-
-        A new request needs room for its first chunk only. One that was preempted needs room for all it will hold,
-        else it would be admitted for one chunk and preempted again.
-        """
-        leader = group.live[0]
-        target = group.num_tokens_to_feed()  # nothing is computed yet
-        cached = self.blocks.match(leader, group.cache_salt, target)
-        context_len = len(cached) * self.config.block_size
-        chunk = self._chunk(target - context_len, step.token_budget)
-        if chunk == 0:
+        """Give a waiting group its first blocks and a place in the step, or leave everything as it was."""
+        cached, chunk = self._first_chunk(group, step)
+        if chunk < 1 or group.num_seats > step.seats:
             return False
-        needed = cdiv(context_len + chunk, self.config.block_size)
-        if group.metrics.num_preemptions:
-            needed = min(self._resume_blocks(group), self.blocks.num_blocks)
-        reserve = self._watermark_blocks if self.running else 0
-        available = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
-        if needed - len(cached) + reserve > available:
+        if self._blocks_to_enter(group, step) > self.blocks.num_free_blocks:
             return False
-
-        self.waiting.popleft()
+        if self.config.admission == "reserve":
+            if peak_blocks([*self.running, group], self.config) > self.blocks.num_blocks:
+                return False
+        leader, size = group.live[0], self.config.block_size
+        free = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
+        free -= num_cross_blocks(group, self.config)
+        chunk = self._whole_spans(group, min(chunk, free * size), len(cached) * size)
+        if chunk < 1:
+            return False
+        self.waiting.remove(group)
         self.blocks.allocate(leader, cached)
-        for seq in group.live:
-            seq.status = SequenceStatus.RUNNING
-        insort(self.running, group, key=lambda g: g.arrival_order)
+        if group.encoder_seq is not None:
+            self.blocks.allocate(group.encoder_seq, [])
+            self.blocks.grow([group.encoder_seq], group.encoder_seq.num_tokens)
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()
-            group.metrics.num_cached_tokens = context_len
-        self._place(group, [leader], chunk, step)
+            group.metrics.num_cached_tokens = leader.num_computed_tokens
+            self._totals.num_prompt_tokens += leader.num_prompt_tokens
+            self._totals.num_cached_tokens += leader.num_computed_tokens
+        self._enter(group, [leader], chunk, step)
         return True
+
+    def _resume(self, group: SequenceGroup, step: Step) -> bool:
+        """Bring a swapped group back with all its blocks, or leave everything as it was."""
+        seqs = group.active()
+        if step.swaps_out or self._chunk(group, len(seqs), step) < 1:
+            return False
+        if group.num_seats > step.seats:
+            return False
+        needed = self._blocks_to_enter(group, step)
+        if needed > self.blocks.num_free_blocks:
+            if not self.running:  # the whole pool does not hold it any more: it ends with what it has
+                self._outgrow(group, step)
+                return True
+            return False
+        self.swapped.remove(group)
+        step.swaps_in += self.blocks.swap_in(group.owners)
+        chunk = self._chunk(group, len(seqs), step)
+        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
+            chunk = max(1, chunk // 2)
+        self._set_state(group, SequenceStatus.SWAPPED)
+        self._enter(group, seqs, chunk, step)
+        return True
+
+    def _enter(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> None:
+        for seq in group.live:
+            seq.status = SequenceStatus.RUNNING
+        step.seats -= group.num_seats
+        insort(self.running, group, key=self._turn)
+        self._place(group, seqs, chunk, step)
 
     def _place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> None:
         copies = self.blocks.grow(seqs, chunk)
         if copies:
             step.copies += copies
             group.generation_id += 1
-        step.token_budget -= chunk * len(seqs)
+        step.token_budget -= chunk * len(seqs) + group.num_encoder_tokens_to_feed
         step.rows.append(Row(group, seqs, chunk, group.is_prefill))
 
-    def _order(self, step: Step) -> SchedulerOutputs:
-        """Freeze the step: snapshots first, then progress, then what the prefix cache may know of it."""
-        # a preempted group that finds all but its newest token cached comes back as a decode, after prefills were placed
+    # -- out of the scheduler
+
+    def _freeze(self, step: Step) -> SchedulerOutputs:
+        """Snapshots first, then progress, then what the prefix cache may know of it."""
+        # a stable sort: decodes first. A preempted group that finds all but its newest token cached is a decode
         step.rows.sort(key=lambda row: row.is_prefill)
         snapshots = []
         for row in step.rows:
             snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
             )
-            row.num_samples = snapshot.num_samples
+            row.num_samples, row.num_candidates = snapshot.num_samples, snapshot.num_candidates
             snapshots.append(snapshot)
-        size = self.config.block_size
         for row in step.rows:
-            for seq in row.seqs:
-                context_len = seq.num_computed_tokens
-                seq.num_computed_tokens += row.chunk
-                if context_len // size != seq.num_computed_tokens // size:
-                    row.published += self.blocks.publish(seq, row.group.cache_salt, context_len)
-            if len(row.group.live) > 1:
-                self._attach_siblings(row.group)
-        if step.rows:
-            self._in_flight = step
-        if logger.isEnabledFor(logging.DEBUG):
-            for snapshot in snapshots:
-                logger.debug("step=%d %s", step.number, snapshot.describe())
-        return SchedulerOutputs(
+            self._progress(row)
+        outputs = SchedulerOutputs(
             seq_group_metadata_list=snapshots,
             scheduled_seq_groups=[row.group for row in step.rows],
+            blocks_to_swap_in=step.swaps_in,
+            blocks_to_swap_out=[pair for pairs in step.swaps_out.values() for pair in pairs],
             blocks_to_copy=step.copies,
             num_batched_tokens=self.config.max_num_batched_tokens - step.token_budget,
             ignored=step.ignored,
             preempted=step.preempted,
         )
+        if not outputs.is_empty:
+            self._in_flight = step
+            self._totals.num_steps += 1
+            self._totals.num_batched_tokens += outputs.num_batched_tokens
+        if logger.isEnabledFor(logging.DEBUG):
+            for snapshot in snapshots:
+                logger.debug("step=%d %s", step.number, snapshot.describe())
+        return outputs
 
-    def _attach_siblings(self, group: SequenceGroup) -> None:
-        """After a preemption the leader has computed the prompt again: its siblings share it from here on."""
+    def _progress(self, row: Row) -> None:
+        """The step is ordered: what it computes counts as computed for all that is scheduled after it."""
+        group, size = row.group, self.config.block_size
+        for seq in row.seqs:
+            context_len = seq.num_computed_tokens
+            seq.num_computed_tokens += row.chunk
+            if context_len // size != seq.num_computed_tokens // size:
+                row.published += self.blocks.publish(seq, group.namespace, context_len)
+        if group.encoder_seq is not None:
+            group.encoder_seq.num_computed_tokens = group.encoder_seq.num_tokens
         leader, *siblings = group.live
-        if leader.num_computed_tokens == leader.num_prompt_tokens:
+        # after a preemption the leader has computed the prompt again: its siblings share it from here on
+        if siblings and leader.num_computed_tokens == leader.num_prompt_tokens:
             for seq in siblings:
                 if not self.blocks.has_table(seq.seq_id):
                     self.blocks.fork(leader, seq)
                     seq.num_computed_tokens = leader.num_computed_tokens
 
     def rollback(self) -> None:
-        """The step in flight will not run: its groups lose their blocks and wait to compute their tokens again."""
-        step, self._in_flight = self._take_in_flight(), None
+        """The step in flight will not run: its groups, and those it was to swap out, lose their blocks and wait to compute
+        their tokens again."""
+        step = self.take_in_flight()
+        self._in_flight = None
         for row in reversed(step.rows):
             self.blocks.unpublish(row.published)
-            if row.group in self.running:
-                self._preempt(row.group)
+            if row.is_void:
+                continue
             for seq in row.seqs:
                 self.blocks.free(seq)  # those that ended meanwhile had waited for this step
-
-    # -- write-back
+            if row.group.is_finished and row.group.encoder_seq is not None:
+                self.blocks.free(row.group.encoder_seq)
+            if row.group in self.running:
+                self.running.remove(row.group)
+                row.group.metrics.num_preemptions += 1
+                self._give_up_blocks(row.group)
+        self.blocks.release(step.fenced)
+        for group in step.swaps_out:
+            if group in self.swapped:
+                self.swapped.remove(group)
+                self._give_up_blocks(group)
 
     def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:
         """Write the tokens of the step in flight back, row by row; returns the groups that got tokens.
@@ -315,85 +581,26 @@ class Scheduler:
         Sequences end here by an end-of-sequence or stop token, by length, or, with a token below 0, because their
         logits were not finite. Results of requests that ended meanwhile are dropped.
         """
-        step = self._take_in_flight()
+        step = self.take_in_flight()
         expected = sum(row.num_samples for row in step.rows)
         if len(outputs.token_ids) != expected:
             raise ValueError(
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
             )
         self._in_flight = None
-        results = zip(outputs.token_ids.tolist(), outputs.logprobs.tolist(), strict=True)
-        changed = []
-        for row in step.rows:
-            drawn = list(itertools.islice(results, row.num_samples))
-            if drawn and row.group.live:
-                self._write_back(row, drawn)
-                changed.append(row.group)
-            for seq in row.seqs:
-                if seq.is_finished:
-                    self.blocks.free(seq)  # waited for this step
-        return changed
+        return write_back(self, step, outputs)
 
-    def _take_in_flight(self) -> Step:
+    def take_in_flight(self) -> Step:
         if self._in_flight is None:
             raise RuntimeError("expected a step in flight, there is none: schedule() comes first")
         return self._in_flight
 
-    def _write_back(self, row: Row, drawn: list[tuple[int, float]]) -> None:
-        group, seqs = row.group, row.seqs
-        if group.metrics.first_token_time is None:
-            group.metrics.first_token_time = time.perf_counter()
-        if len(drawn) > len(seqs):
-            seqs = self._fork_samples(group)
-        for seq, (token, logprob) in zip(seqs, drawn, strict=True):
-            if seq.is_finished:
-                continue
-            if token < 0:
-                reason = "the model's logits were not finite"
-                self.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, reason)
-                continue
-            seq.append(token, logprob)
-            self._finish_if_over(group, seq, token)
+    # -- looking in
 
-    def _fork_samples(self, group: SequenceGroup) -> list[Sequence]:
-        """The first tokens are drawn: n - 1 siblings branch off the leader and share its blocks."""
-        leader = group.seqs[0]
-        for index in range(1, group.sampling_params.n):
-            child = leader.fork(leader.seq_id + index, index)
-            group.add_sample(child)
-            self.blocks.fork(leader, child)
-        return group.seqs
-
-    def _finish_if_over(self, group: SequenceGroup, seq: Sequence, token: int) -> None:
-        params = group.sampling_params
-        if token in group.eos_token_ids:
-            self.finish_sequence(group, seq, SequenceStatus.FINISHED_STOPPED)
-        elif token in params.stop_token_ids:
-            self.finish_sequence(group, seq, SequenceStatus.FINISHED_STOPPED, token)
-        elif seq.num_tokens >= self.config.max_seq_len or (
-            params.max_tokens is not None and seq.num_output_tokens >= params.max_tokens
-        ):
-            self.finish_sequence(group, seq, SequenceStatus.FINISHED_LENGTH)
-
-    # -- checking
+    def stats(self) -> SchedulerStats:
+        """Where the scheduler stands, and its totals so far."""
+        return SchedulerStats.of(self, self._totals)
 
     def check_invariants(self) -> None:
         """Raise RuntimeError unless block accounting, tables and queues agree. Meant for between steps."""
-        self.blocks.check_integrity()
-        size = self.config.block_size
-        for group in self.running:
-            for seq in group.active():
-                entries = len(self.blocks.table(seq.seq_id))
-                if entries != cdiv(seq.num_computed_tokens, size):
-                    raise RuntimeError(
-                        f"request {group.request_id!r}: {seq.num_computed_tokens} computed tokens in {entries} blocks"
-                    )
-        queued = {group.request_id for group in (*self.running, *self.waiting)}
-        if queued != set(self._groups):
-            raise RuntimeError(
-                f"queues hold {sorted(queued)}, known requests are {sorted(self._groups)}"
-            )
-        if not self._groups and self._in_flight is None and self.blocks.num_used_blocks:
-            raise RuntimeError(
-                f"idle, but {self.blocks.num_used_blocks} blocks are still referenced"
-            )
+        check_invariants(self)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..runtime.metadata import SequenceData
-from ..runtime.params import SamplingParams
+from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
+
+
+if TYPE_CHECKING:
+    from .beam_search import Hypothesis
 
 
 class SequenceStatus(enum.Enum):
@@ -53,14 +57,20 @@ class Sequence:
         "num_tokens",
         "prompt_token_ids",
         "seq_id",
+        "spans",
         "status",
         "stop_reason",
     )
 
     def __init__(
-        self, seq_id: int, prompt_token_ids: Seq[int] | np.ndarray, index: int = 0
+        self,
+        seq_id: int,
+        prompt_token_ids: Seq[int] | np.ndarray,
+        index: int = 0,
+        spans: tuple[MultiModalSpan, ...] = (),
     ) -> None:
         prompt = _as_token_ids(prompt_token_ids)
+        self.spans = spans  # images and the like among the prompt's tokens
         self.seq_id = seq_id
         self.index = index  # which of the request's samples
         self.num_prompt_tokens = self.num_tokens = len(prompt)
@@ -114,7 +124,7 @@ class Sequence:
 
     def fork(self, seq_id: int, index: int) -> Sequence:
         """A sibling with the same tokens and progress and a buffer of its own."""
-        child = Sequence(seq_id, self.prompt_token_ids, index)
+        child = Sequence(seq_id, self.prompt_token_ids, index, self.spans)
         child._set_buffers(self._tokens.copy(), self._logprobs.copy())
         child.prompt_token_ids = child._token_view[: self.num_prompt_tokens]
         child.num_tokens = self.num_tokens
@@ -170,6 +180,7 @@ class RequestMetrics:
     model_time: float = 0.0  # in the runner, in the steps this request took part in
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_generated_tokens: int = 0  # of all completions together
 
     @property
     def time_in_queue(self) -> float | None:
@@ -180,6 +191,14 @@ class RequestMetrics:
         )
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens over the time from first being scheduled to the end."""
+        if self.finished_time is None or self.first_scheduled_time is None:
+            return None
+        duration = self.finished_time - self.first_scheduled_time
+        return self.num_generated_tokens / duration if duration > 0 else None
+
+    @property
     def time_to_first_token(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
@@ -187,9 +206,15 @@ class RequestMetrics:
 class SequenceGroup:
     """One request: sequences that share a prompt and sampling parameters. The unit of every scheduling decision.
 
-    A request with n > 1 starts as one sequence, the leader, which computes the prompt; at its first token the others
-    are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes the prompt alone
-    and its siblings are attached to the result again.
+    A request with several completions starts as one sequence, the leader, which computes the prompt; at its first token
+    the others are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes the prompt
+    alone and its siblings are attached to the result again.
+
+    seqs         the completions so far, those that ended included
+    live         the ones that have not ended, by ascending seq_id; all have the same number of tokens
+    encoder_seq  the encoder's tokens, for a model with cross-attention; its blocks are part of the request's
+    hypotheses   of a beam search: the completions that have ended, best first. `seqs` are then the running beams, and in the
+                 end the best hypotheses
     """
 
     def __init__(
@@ -202,26 +227,43 @@ class SequenceGroup:
         eos_token_ids: frozenset[int] = frozenset(),
         cache_salt: str = "",
         priority: int = 0,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         prompt_adapter_request: Any = None,
         encoder_seq: Sequence | None = None,
+        multi_modal_spans: Seq[MultiModalSpan] = (),
     ) -> None:
         if not isinstance(cache_salt, str) or not cache_salt.isprintable():
             raise ValueError(f"cache_salt: expected printable text, got {cache_salt!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority: expected an integer, got {priority!r}")
+        if lora_request is not None and not isinstance(lora_request, LoRARequest):
+            raise ValueError(f"lora_request: expected a LoRARequest, got {lora_request!r}")
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
         self.metrics = RequestMetrics(arrival_time)
-        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else eos_token_ids
+        self.eos_token_ids = () if sampling_params.ignore_eos else tuple(sorted(eos_token_ids))
         self.cache_salt = cache_salt  # requests share cached prefixes only within one salt
-        self.priority = priority
+        self.priority = priority  # with policy "priority": lower is served first
         self.lora_request = lora_request
         self.prompt_adapter_request = prompt_adapter_request
         self.encoder_seq = encoder_seq
-        self.seqs = [Sequence(-1, prompt_token_ids)]  # the scheduler gives the ids
-        self.live = self.seqs.copy()  # those that have not finished, in the same order
+        # the scheduler gives the ids
+        self.seqs = [Sequence(-1, prompt_token_ids, spans=tuple(multi_modal_spans))]
+        self.live = self.seqs.copy()
+        self.hypotheses: list[Hypothesis] = []
         self.generation_id = 0
         self.arrival_order = -1  # set by the scheduler: the order of first come, first served
+        self.namespace = self._namespace()
+
+    def _namespace(self) -> str:
+        """All but the tokens that keys and values depend on: prefixes are shared only within one namespace."""
+        parts = [self.cache_salt]
+        if self.lora_request is not None:
+            parts.append(f"lora\0{self.lora_request.lora_int_id}\0{self.lora_request.lora_name}")
+        if self.encoder_seq is not None:
+            parts.append(f"encoder\0{self.encoder_seq.token_ids.tobytes().hex()}")
+        return "\0\0".join(parts)
 
     @property
     def state(self) -> SequenceStatus:
@@ -236,8 +278,13 @@ class SequenceGroup:
     def num_prompt_tokens(self) -> int:
         return self.seqs[0].num_prompt_tokens
 
+    @property
+    def owners(self) -> list[Sequence]:
+        """All that may have blocks: the live sequences and the encoder's."""
+        return self.live if self.encoder_seq is None else [*self.live, self.encoder_seq]
+
     def add_sample(self, seq: Sequence) -> None:
-        """A further sample of the request, forked from the leader."""
+        """A further completion of the request, forked from another."""
         self.seqs.append(seq)
         self.live.append(seq)
 
@@ -250,7 +297,10 @@ class SequenceGroup:
     @property
     def num_seats(self) -> int:
         """Sequences this group has or will have at once."""
-        return self.sampling_params.n if self.seqs[0].num_output_tokens == 0 else len(self.live)
+        params = self.sampling_params
+        if params.use_beam_search or self.seqs[0].num_output_tokens == 0:
+            return params.width
+        return len(self.live)
 
     def active(self) -> list[Sequence]:
         """The sequences that take part in the next step: the leader while the prompt is computed, else all."""
@@ -265,6 +315,10 @@ class SequenceGroup:
         if len(self.live) > 1 and leader.num_computed_tokens < leader.num_prompt_tokens:
             return leader.num_prompt_tokens - leader.num_computed_tokens
         return leader.num_uncomputed_tokens
+
+    @property
+    def num_encoder_tokens_to_feed(self) -> int:
+        return 0 if self.encoder_seq is None else self.encoder_seq.num_uncomputed_tokens
 
     @property
     def is_prefill(self) -> bool:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..runtime.metadata import SequenceGroupMetadata
+from ..runtime.metadata import SequenceGroupMetadata, SpanChunk
 from .block_manager import BlockManager
 from .config import SchedulerConfig
 from .sequence import Sequence, SequenceGroup
@@ -17,9 +17,9 @@ from .sequence import Sequence, SequenceGroup
 class SchedulerOutputs:
     """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
 
-    blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy are (source, destination) pairs, applied in this order
-    before any KV of the step is written. `scheduled_seq_groups` are the groups of the rows. `ignored` are groups that ended without being run; `preempted` lost their
-    blocks in this step and wait again.
+    blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy are (source, destination) pairs, applied in this order before any
+    KV of the step is written; no step has swaps in both directions. `scheduled_seq_groups` are the groups of the rows.
+    `ignored` are groups that ended without being run; `preempted` lost their place and their device blocks in this step.
     """
 
     seq_group_metadata_list: list[SequenceGroupMetadata]
@@ -33,7 +33,8 @@ class SchedulerOutputs:
 
     @property
     def is_empty(self) -> bool:
-        return not self.seq_group_metadata_list
+        """Nothing to run and nothing to move."""
+        return not (self.seq_group_metadata_list or self.blocks_to_swap_out)
 
 
 @dataclass
@@ -44,8 +45,10 @@ class Row:
     seqs: list[Sequence]
     chunk: int  # tokens fed to each of seqs
     is_prefill: bool
-    num_samples: int = 0  # tokens to be drawn for it, known once its snapshot is made
+    num_samples: int = 0  # tokens that come back for it, known once its snapshot is made
+    num_candidates: int = 1
     published: list[int] = field(default_factory=list)
+    is_void: bool = False  # the group was preempted meanwhile: what the step draws for it is drawn again later
 
 
 @dataclass
@@ -54,11 +57,16 @@ class Step:
 
     number: int
     token_budget: int
+    seats: int = 0  # that are not taken by running groups
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)
+    swaps_out: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
     preempted: list[SequenceGroup] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
-    is_short_of_blocks: bool = False  # some running group found no room
+    admits: bool = True  # False once somebody found no room: those behind do not overtake
+    awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
+    fenced: list[int] = field(default_factory=list)  # blocks given up meanwhile, in use until the step is over
 
     def has(self, group: SequenceGroup) -> bool:
         return any(row.group is group for row in self.rows)
@@ -73,7 +81,7 @@ def create_metadata(
     config: SchedulerConfig,
 ) -> SequenceGroupMetadata:
     """The one place where a living group becomes a step's snapshot: extend it here when a model needs to know more."""
-    leader = seqs[0]
+    leader, encoder = seqs[0], group.encoder_seq
     computed = leader.num_computed_tokens
     tables = {seq.seq_id: blocks.table(seq.seq_id) for seq in seqs}
     return SequenceGroupMetadata(
@@ -87,9 +95,23 @@ def create_metadata(
         do_sample=computed + chunk == leader.num_tokens,
         generation_id=group.generation_id,
         sliding_window=config.sliding_window,
+        multi_modal_data=span_chunks(leader, computed, computed + chunk) if leader.spans else (),
         lora_request=group.lora_request,
         prompt_adapter_request=group.prompt_adapter_request,
+        eos_token_ids=group.eos_token_ids,
+        encoder_seq_data=None if encoder is None else encoder.snapshot(),
+        cross_block_table=None if encoder is None else blocks.table(encoder.seq_id),
     )
+
+
+def span_chunks(seq: Sequence, start: int, stop: int) -> tuple[SpanChunk, ...]:
+    """The parts of the sequence's images and the like among its tokens [start, stop)."""
+    parts = []
+    for span in seq.spans:
+        first, last = max(start, span.offset), min(stop, span.stop)
+        if first < last:
+            parts.append(SpanChunk(span, first - span.offset, last - span.offset, first - start))
+    return tuple(parts)
 
 
 def _computed_blocks(seqs: list[Sequence], tables: list[np.ndarray], block_size: int) -> np.ndarray:

@@ -19,6 +19,7 @@ def columns(params: list[SamplingParams], steps=None) -> SamplingRows:
         np.array([p.min_p for p in params], np.float64),
         np.array([p.seed or 0 for p in params], np.uint64),
         np.array(steps, np.uint64),
+        np.array([1] * len(params), np.int64),
     )
 
 

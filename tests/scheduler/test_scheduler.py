@@ -457,7 +457,7 @@ def test_snapshots_do_not_change_whatever_the_scheduler_does():
     h.add("s", prompt(3, 40), max_tokens=30)
     for _ in range(12):
         h.step()
-    h.scheduler._preempt(h.scheduler.running[-1])
+    h.scheduler.preempt(h.scheduler.running[-1].request_id)
     for _ in range(4):
         h.step()
     h.engine.abort("r")
@@ -476,7 +476,7 @@ def test_generation_rises_with_every_event_that_moves_blocks():
     assert request.group.generation_id == first + 1
     h.step()
     assert request.group.generation_id == first + 1
-    h.scheduler._preempt(request.group)
+    h.scheduler.preempt(request.group.request_id)
     assert request.group.generation_id == first + 2
 
 

@@ -1,0 +1,179 @@
+"""After a step: its tokens go to their sequences, which grow, fork, and end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..runtime.metadata import SamplerOutput
+from . import beam_search
+from .beam_search import Continuation, Hypothesis
+from .sequence import Sequence, SequenceGroup, SequenceStatus
+from .step import Row, Step
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+_NOT_FINITE = "the model's logits were not finite"
+
+
+def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list[SequenceGroup]:
+    """Give each row of the step its tokens; returns the groups that got some."""
+    changed, start = [], 0
+    for row in step.rows:
+        stop = start + row.num_samples
+        if row.num_samples and row.group.live and not row.is_void:
+            if row.group.metrics.first_token_time is None:
+                row.group.metrics.first_token_time = time.perf_counter()
+            write = _write_beams if row.group.sampling_params.use_beam_search else _write_samples
+            write(scheduler, row, outputs.token_ids[start:stop], outputs.logprobs[start:stop])
+            changed.append(row.group)
+        start = stop
+        for seq in row.seqs:
+            if seq.is_finished:
+                scheduler.blocks.free(seq)  # waited for this step
+        if row.group.is_finished and row.group.encoder_seq is not None:
+            scheduler.blocks.free(row.group.encoder_seq)
+    scheduler.blocks.release(step.fenced)
+    return changed
+
+
+def _write_samples(
+    scheduler: Scheduler, row: Row, token_ids: np.ndarray, logprobs: np.ndarray
+) -> None:
+    group, seqs = row.group, row.seqs
+    if len(token_ids) > len(seqs):
+        seqs = _fork_samples(scheduler, group)
+    for seq, token, logprob in zip(seqs, token_ids.tolist(), logprobs.tolist(), strict=True):
+        if seq.is_finished:
+            continue
+        if token < 0:
+            scheduler.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
+            continue
+        seq.append(token, logprob)
+        group.metrics.num_generated_tokens += 1
+        end = _end_of(scheduler, group, seq, token)
+        if end is not None:
+            scheduler.finish_sequence(group, seq, *end)
+
+
+def _fork_samples(scheduler: Scheduler, group: SequenceGroup) -> list[Sequence]:
+    """The first tokens are drawn: siblings branch off the leader and share its blocks."""
+    leader = group.seqs[0]
+    for index in range(1, group.sampling_params.width):
+        child = leader.fork(leader.seq_id + index, index)
+        group.add_sample(child)
+        scheduler.blocks.fork(leader, child)
+    return group.seqs
+
+
+def _end_of(
+    scheduler: Scheduler, group: SequenceGroup, seq: Sequence, token: int
+) -> tuple[SequenceStatus, int | None] | None:
+    """(status, reason) if the sequence ends with this token, its last."""
+    if token in group.eos_token_ids:
+        return SequenceStatus.FINISHED_STOPPED, None
+    if token in group.sampling_params.stop_token_ids:
+        return SequenceStatus.FINISHED_STOPPED, token
+    if seq.num_output_tokens >= _most_output_tokens(scheduler, group):
+        return SequenceStatus.FINISHED_LENGTH, None
+    return None
+
+
+def _most_output_tokens(scheduler: Scheduler, group: SequenceGroup) -> int:
+    room = scheduler.config.max_seq_len - group.num_prompt_tokens
+    max_tokens = group.sampling_params.max_tokens
+    return room if max_tokens is None else min(room, max_tokens)
+
+
+# -- beam search
+
+
+def _write_beams(
+    scheduler: Scheduler, row: Row, token_ids: np.ndarray, logprobs: np.ndarray
+) -> None:
+    group, beams, params = row.group, row.seqs, row.group.sampling_params
+    if any(seq.is_finished for seq in beams):
+        return  # it ended meanwhile
+    if (token_ids < 0).any():
+        scheduler.finish_group(group, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
+        return
+    length = beams[0].num_output_tokens + 1
+    longest = _most_output_tokens(scheduler, group)
+    going, ending = beam_search.choose(
+        [seq.cumulative_logprob for seq in beams],
+        token_ids.reshape(len(beams), row.num_candidates),
+        logprobs.reshape(len(beams), row.num_candidates),
+        frozenset((*group.eos_token_ids, *params.stop_token_ids)),
+        length >= longest,
+        params.width,
+    )
+    for step in ending:
+        seq = beams[step.parent].fork(-1, 0)
+        seq.append(step.token_id, step.logprob)
+        end = _end_of(scheduler, group, seq, step.token_id)
+        assert end is not None
+        seq.status, seq.stop_reason = end
+        value = beam_search.score(step.cumulative_logprob, length, params.length_penalty)
+        group.hypotheses.append(Hypothesis(value, seq))
+    group.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+    del group.hypotheses[params.width :]
+    group.metrics.num_generated_tokens += len(going) + len(ending)
+    best = going[0].cumulative_logprob if going else None
+    if beam_search.is_over(best, group.hypotheses, length, longest, params):
+        scheduler.end_search(group)
+    else:
+        _continue_beams(scheduler, group, beams, going)
+
+
+def _continue_beams(
+    scheduler: Scheduler, group: SequenceGroup, beams: list[Sequence], going: list[Continuation]
+) -> None:
+    """Each continuation becomes a beam. The last one of a parent takes its place, those before are forked from it, and a
+    parent without any ends: forks first, so that no shared block is given up in between."""
+    last = {step.parent: rank for rank, step in enumerate(going)}
+    used = {beams[parent].index for parent in last}
+    spare = (i for i in range(group.sampling_params.width) if i not in used)
+    appends: list[tuple[Sequence, Continuation]] = []
+    children: list[Sequence] = []
+    for rank, step in enumerate(going):
+        parent = beams[step.parent]
+        seq = parent
+        if rank != last[step.parent]:
+            seq = parent.fork(scheduler.next_seq_id(), next(spare))
+            scheduler.blocks.fork(parent, seq)
+            children.append(seq)
+        appends.append((seq, step))
+    for place, parent in enumerate(beams):
+        if place not in last:
+            scheduler.blocks.free(parent)
+    for seq, step in appends:
+        seq.append(step.token_id, step.logprob)
+        seq.cumulative_logprob = step.cumulative_logprob
+    survivors = [beams[place] for place in sorted(last)]
+    group.seqs = [*survivors, *children]
+    group.live = group.seqs.copy()
+    group.generation_id += 1
+
+
+def conclude_search(group: SequenceGroup) -> None:
+    """Make the best n hypotheses the request's completions. Beams that were cut short, by an abort or for want of blocks,
+    count with what they have."""
+    params = group.sampling_params
+    cut_short = [
+        Hypothesis(
+            beam_search.score(seq.cumulative_logprob, seq.num_output_tokens, params.length_penalty),
+            seq,
+        )
+        for seq in group.seqs
+        if seq.is_finished and seq.num_output_tokens
+    ]
+    ended = sorted([*group.hypotheses, *cut_short], key=lambda hypothesis: -hypothesis.score)
+    group.hypotheses = ended[: params.n]
+    for index, hypothesis in enumerate(group.hypotheses):
+        hypothesis.seq.index = index
+    if ended:
+        group.seqs = [hypothesis.seq for hypothesis in group.hypotheses]
+
