@@ -81,6 +81,8 @@ def _check_encoder(group: SequenceGroup, config: SchedulerConfig) -> None:
 
 def _check_spans(group: SequenceGroup, config: SchedulerConfig) -> None:
     stop = 0
+    # the encoder runs in the step of the prompt's first chunk
+    most = config.max_num_batched_tokens - group.num_encoder_tokens_to_feed
     for span in group.seqs[0].spans:
         if not config.is_multi_modal:
             raise ValueError("multi_modal_spans: expected none, the model takes text alone")
@@ -90,10 +92,10 @@ def _check_spans(group: SequenceGroup, config: SchedulerConfig) -> None:
                 f"tokens, got one from {span.offset} to {span.stop}"
             )
         stop = span.stop
-        if span.is_whole and span.length > config.max_num_batched_tokens:
+        if span.is_whole and span.length > most:
             raise ValueError(
-                f"multi_modal_spans: expected spans of at most {config.max_num_batched_tokens} tokens "
-                f"(max_num_batched_tokens) where they cannot be split, got one of {span.length}"
+                f"multi_modal_spans: expected spans of at most {most} tokens where they cannot be split "
+                f"(max_num_batched_tokens less the encoder's), got one of {span.length}"
             )
 
 

@@ -143,15 +143,20 @@ class BlockManager:
         return self._tables[seq_id].view()
 
     def num_blocks_needed(self, seqs: Iterable[Sequence], num_new_tokens: int) -> int:
-        """Blocks to be had before each sequence can be fed `num_new_tokens` more, copies of shared blocks included."""
+        """Blocks to be had before each sequence can be fed `num_new_tokens` more, copies of shared blocks included.
+
+        For swapped sequences, once they are back.
+        """
         needed = 0
         # shared blocks, once for each sharer that will have taken a copy by then
         leaving: Counter[int] = Counter()
         for seq in seqs:
-            table = self._tables[seq.seq_id]
+            on_device = seq.seq_id in self._tables
+            table = (self._tables if on_device else self._host_tables)[seq.seq_id]
+            ref_count = (self.device if on_device else self.host).ref_count
             needed += cdiv(seq.num_computed_tokens + num_new_tokens, self.block_size) - len(table)
             tail = self._partial_tail(seq, table)
-            if tail is not None and self.device.ref_count[tail] - leaving[tail] > 1:
+            if tail is not None and ref_count[tail] - leaving[tail] > 1:
                 leaving[tail] += 1
                 needed += 1
         return needed

@@ -395,8 +395,8 @@ class Scheduler:
         alone = not self.running if alone is None else alone
         reserve = 0 if alone else self._watermark_blocks
         if group.state is SequenceStatus.SWAPPED:
-            own = self.blocks.num_blocks_to_swap_in(group.owners) + len(group.active())
-            return reserve + own
+            own = self.blocks.num_blocks_to_swap_in(group.owners)
+            return reserve + own + self.blocks.num_blocks_needed(group.active(), 1)
         cached, chunk = self._first_chunk(group, step)
         size = self.config.block_size
         needed = cdiv(len(cached) * size + chunk, size)

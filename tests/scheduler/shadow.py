@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 
 from octavo.runtime.metadata import SamplerOutput, SequenceGroupMetadata
-from octavo.runtime.params import LoRARequest, SamplingParams
+from octavo.runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 
 VOCAB = 997
 
@@ -40,8 +40,8 @@ def candidates(digest: bytes, count: int, end_token: int | None = None) -> list[
     if end_token is not None and raw[63] < 80:
         tokens = [token for token in tokens if token != end_token]
         tokens.insert(raw[62] % 4, end_token)
-    gaps = np.frombuffer(raw, np.uint8)[: len(tokens)].astype(np.float32)
-    logprobs = -0.2 - np.cumsum(gaps) / 300
+    gaps = np.frombuffer(raw, np.uint32).astype(np.float32) / 2.0**24
+    logprobs = -0.2 - np.cumsum(gaps)[: len(tokens)] / 300
     found = list(zip(tokens[:count], logprobs[:count].tolist(), strict=True))
     assert len(found) == count
     return found
@@ -53,6 +53,7 @@ class ShadowRunner:
         self.window = window
         self.slots: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
+        self.spans: dict[str, tuple[MultiModalSpan, ...]] = {}  # of each request, for the tests to set
         self.num_steps = 0
         self.num_tokens = 0
         self.num_moves = {"in": 0, "out": 0, "copy": 0}
@@ -81,6 +82,7 @@ class ShadowRunner:
                 computed = metadata.computed_block_nums
                 assert np.array_equal(table[: len(computed)], computed), "of every sequence's table"
                 assert len(computed) * self.block_size <= data.num_computed_tokens
+                self._check_spans(metadata, data)
                 self._write(metadata, data, table, written)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -142,18 +144,30 @@ class ShadowRunner:
             else:
                 assert self.slots.get(slot) == digest, "another encoder's KV"
 
+    def _check_spans(self, metadata: SequenceGroupMetadata, data) -> None:
+        """The snapshot names exactly the embeddings whose placeholders are fed in this step."""
+        context, chunk = data.num_computed_tokens, metadata.token_chunk_size
+        expected = {
+            (span.offset + i - context, span.digest, i)
+            for span in self.spans.get(metadata.request_id, ())
+            for i in range(span.length)
+            if context <= span.offset + i < context + chunk
+        }
+        got = [
+            (part.offset + i, part.span.digest, part.start + i)
+            for part in metadata.multi_modal_data
+            for i in range(part.stop - part.start)
+        ]
+        assert len(set(got)) == len(got) and set(got) == expected
+        for part in metadata.multi_modal_data:
+            assert not part.span.is_whole or part.stop - part.start == part.span.length
+
     def _digests(self, metadata: SequenceGroupMetadata, data, stop: int) -> list[bytes]:
         encoder = metadata.encoder_seq_data
         source = None if encoder is None else encoder.prompt_token_ids.tolist()
         digest = root_digest(source, metadata.lora_request)
-        spans = {
-            part.offset + data.num_computed_tokens + i: part.span.digest
-            for part in metadata.multi_modal_data
-            for i in range(part.stop - part.start)
-        }
-        self._spans = getattr(self, "_spans", {})
-        known = self._spans.setdefault((metadata.request_id, metadata.generation_id >> 32), {})
-        known.update(spans)
+        spans = self.spans.get(metadata.request_id, ())
+        known = {span.offset + i: span.digest for span in spans for i in range(span.length)}
         digests = []
         for position, token in enumerate(data.token_ids(0, stop).tolist()):
             digest = prefix_digest(digest, token, known.get(position, b""))
