@@ -53,6 +53,11 @@ class Request:
     def finished(self) -> bool:
         return self.group.is_finished
 
+    @property
+    def _is_searched(self) -> bool:
+        """A beam search has ended, and found something."""
+        return self.finished and bool(self.group.hypotheses)
+
     def decode(self, seq: Sequence) -> str | None:
         """Bring the text of `seq` up to its tokens; returns the stop string that ended it, if any.
 
@@ -99,7 +104,7 @@ class Request:
         group, params = self.group, self.group.sampling_params
         if params.width == params.n and not params.use_beam_search:
             return group.seqs
-        if params.use_beam_search and self.finished:
+        if self._is_searched:
             return group.seqs  # by score
         return sorted(group.seqs, key=lambda seq: -seq.cumulative_logprob)[: params.n]
 
@@ -112,6 +117,7 @@ class Request:
             cumulative_logprob=seq.cumulative_logprob,
             finish_reason=seq.status.value if seq.is_finished else None,
             stop_reason=seq.stop_reason,
+            score=self.group.hypotheses[place].score if self._is_searched else None,
         )
 
 

@@ -18,6 +18,7 @@ class CompletionOutput:
     cumulative_logprob  sum of the natural log probabilities of token_ids under the raw logits
     finish_reason       None while running, else "stop", "length" or "abort"
     stop_reason         the stop string or stop token id that ended it, None for end-of-sequence
+    score               of a beam search that has ended: cumulative_logprob / num_output_tokens ** length_penalty
     """
 
     index: int
@@ -27,6 +28,7 @@ class CompletionOutput:
     logprobs: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
