@@ -17,15 +17,16 @@ from .sequence import Sequence, SequenceGroup
 class SchedulerOutputs:
     """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
 
-    blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy are (source, destination) pairs, applied in this order
-    before any KV of the step is written. `scheduled_seq_groups` are the groups of the rows. `ignored` are groups that ended without being run; `preempted` lost their
-    blocks in this step and wait again.
+    blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy are (source, destination) pairs, applied in this order before
+    any KV of the step is written. So a device block that a swap-out vacates may be filled in the same step; a host block
+    that a swap-in vacates may not. `scheduled_seq_groups` are the groups of the rows. `ignored` are groups that ended
+    without being run; `preempted` lost their blocks in this step and wait again.
     """
 
     seq_group_metadata_list: list[SequenceGroupMetadata]
     scheduled_seq_groups: list[SequenceGroup] = field(default_factory=list)
-    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     num_batched_tokens: int = 0
     ignored: list[SequenceGroup] = field(default_factory=list)
