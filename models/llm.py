@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..runtime.kv_pool import KVPool, block_bytes
+from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
+from ..runtime.memory import host_pool_blocks
 from ..runtime.params import SamplingParams
 from ..runtime.runner import Model, ModelRunner
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig
 from .loader import load_model
+from .pools import build_pools
 from .tokenizer import load_tokenizer
 from .weights import resolve_model
 
@@ -34,7 +36,6 @@ _KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-_CPU_POOL_FRACTION = 0.25  # of free memory; a CPU shares its memory with everything else
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,12 @@ class LLM:
     kv_cache_dtype          of the stored keys and values: "auto" (the model's), "fp8" (e4m3) or "fp8_e5m2", which take
                             half the memory of 16-bit numbers and cost some accuracy
     block_size              tokens per KV block
-    num_gpu_blocks          usable blocks of the KV pool; None takes what gpu_memory_utilization leaves on a GPU, a
-                            quarter of the free memory on a CPU, and never more than max_num_seqs full sequences need
+    num_gpu_blocks          usable blocks of the KV pool; None takes what the weights and the largest step leave of
+                            gpu_memory_utilization on a GPU, which a run finds out, a quarter of the free memory on a
+                            CPU, and never more than max_num_seqs full sequences need
+    swap_space_gib          of host memory for blocks swapped out, pinned where there is a GPU (torch then rounds it up
+                            to a power of two); 0 for none
+    swap_costs              of this machine, `SwapCosts.from_json(path)` of what `octavo kernels calibrate` wrote
     max_model_len           most tokens of a sequence; None takes the model's limit
     max_num_seqs            sequences that hold KV at once
     max_num_batched_tokens  most tokens fed in one step
@@ -79,6 +84,8 @@ class LLM:
         block_size: int = 16,
         num_gpu_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        swap_space_gib: float = 0,
+        swap_costs: SwapCosts = PUBLIC_FIGURES,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -102,6 +109,9 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed: expected an integer, got {seed!r}")
+        if not isinstance(swap_costs, SwapCosts):
+            raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
+        host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
         if model_class is not None and not callable(model_class):
             raise ValueError(f"model_class: expected a class, got {model_class!r}")
         source = resolve_model(os.fspath(model))
@@ -131,22 +141,21 @@ class LLM:
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
-        if num_gpu_blocks is None:
-            budget = _pool_bytes(torch_device, gpu_memory_utilization)
-            wanted = max_num_seqs * -(-max_model_len // block_size)
-            num_gpu_blocks = min(wanted, budget // block_bytes(*shape, pool_dtype))
-            scheduler_config = replace(scheduler_config, num_gpu_blocks=num_gpu_blocks)
-        try:
-            self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=pool_dtype, device=torch_device)
-        except RuntimeError as error:
-            size = (num_gpu_blocks + 1) * block_bytes(*shape, pool_dtype) / 2**30
-            raise ValueError(
-                f"num_gpu_blocks: expected a pool that fits the memory, {num_gpu_blocks} blocks take {size:.1f} GiB"
-            ) from error
+        self.pool, self.host_pool = build_pools(
+            cast(Model, loaded),
+            shape,
+            pool_dtype,
+            torch_device,
+            scheduler_config,
+            num_gpu_blocks,
+            gpu_memory_utilization,
+            swap_space_gib,
+        )
+        scheduler_config = replace(scheduler_config, num_gpu_blocks=self.pool.num_blocks - 1)
         check = os.environ.get("OCTAVO_CHECK") == "1"
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(cast(Model, loaded), self.pool, check=check),
+            ModelRunner(cast(Model, loaded), self.pool, self.host_pool, check, swap_costs),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
@@ -338,11 +347,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name not in _DTYPES:
         raise ValueError(f"dtype: expected 'auto' or one of {', '.join(_DTYPES)}, got {name!r}")
     return _DTYPES[name]
-
-
-def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes the KV pool may take, the weights being loaded already."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - gpu_memory_utilization) * total))
-    return int(_CPU_POOL_FRACTION * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

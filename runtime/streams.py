@@ -6,7 +6,7 @@ Work handed to a stream runs after all earlier work of the stream. Two streams a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -52,11 +52,13 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             work()
 
-    def record(self) -> torch.cuda.Event:
-        return self._stream.record_event()
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        self._stream.wait_event(event)
+    def wait(self, event: Event) -> None:
+        self._stream.wait_event(cast(torch.cuda.Event, event))
 
 
 class HostStream:
@@ -65,10 +67,10 @@ class HostStream:
     def run(self, work: Callable[[], None]) -> None:
         work()
 
-    def record(self) -> HostEvent:
+    def record(self) -> Event:
         return HostEvent()
 
-    def wait(self, event: HostEvent) -> None:
+    def wait(self, event: Event) -> None:
         pass
 
 
