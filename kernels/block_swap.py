@@ -41,8 +41,8 @@ def plan_swap_blocks(
     num_copies is that of the runs which the pairs make up, None for a run each. The thresholds are those of `Crossover`.
     """
     num_copies = num_pairs if num_copies is None else num_copies
-    is_small = block_bytes * num_pairs < crossover.kernel_below_bytes * num_copies
-    return SwapPlan(by_kernel=is_small and num_copies >= crossover.kernel_from_copies)
+    bytes_per_copy = block_bytes * num_pairs / max(1, num_copies)
+    return SwapPlan(by_kernel=crossover.takes_kernel(bytes_per_copy, num_copies))
 
 
 def contiguous_runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

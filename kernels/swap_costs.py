@@ -29,6 +29,9 @@ class Crossover:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
 
+    def takes_kernel(self, bytes_per_copy: float, num_copies: int) -> bool:
+        return bytes_per_copy < self.kernel_below_bytes and num_copies >= self.kernel_from_copies
+
 
 @dataclass(frozen=True)
 class SwapCosts:

@@ -96,8 +96,8 @@ class LLM:
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
-        torch_device = _device(device)
-        torch_dtype = _dtype(dtype, torch_device)
+        on_device = torch_device(device)
+        torch_dtype = _dtype(dtype, on_device)
         if kv_cache_dtype not in _KV_CACHE_DTYPES:
             names = ", ".join(_KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype!r}")
@@ -137,7 +137,7 @@ class LLM:
                 f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
             )
         self.tokenizer = load_tokenizer(source)
-        loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
+        loaded, self.config = load_model(source, torch_dtype, on_device, model_class)
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
@@ -145,7 +145,7 @@ class LLM:
             cast(Model, loaded),
             shape,
             pool_dtype,
-            torch_device,
+            on_device,
             scheduler_config,
             num_gpu_blocks,
             gpu_memory_utilization,
@@ -324,7 +324,7 @@ def progress_bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

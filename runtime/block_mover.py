@@ -66,6 +66,8 @@ class BlockMover:
         written   device blocks to which the step itself will write; not looked at when nobody depends on it
         Raises ValueError naming the argument, what was expected and what came, before anything moves.
         """
+        if not (swap_out or swap_in or copies or self._departing):
+            return  # most steps
         out, in_, copied = (
             torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
             for pairs in (swap_out, swap_in, copies)

@@ -86,6 +86,8 @@ def test_swap_space_becomes_a_host_pool() -> None:
     assert (pool.num_blocks, host.num_blocks) == (4, 10)
     assert host.data.shape[1:] == pool.data.shape[1:]
     assert not host.data.is_pinned()
+    with pytest.raises(ValueError, match="swap_space_gib: expected a pool that fits the memory"):
+        build(3, swap_space_gib=10**9)
 
 
 @pytest.mark.gpu
