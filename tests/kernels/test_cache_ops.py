@@ -233,6 +233,8 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.copies += function is torch.ops.aten.copy_.default
+        if function is torch.ops.aten._foreach_copy_.default:
+            self.copies += len(args[0])
         return function(*args, **(kwargs or {}))
 
 
