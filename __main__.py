@@ -1,10 +1,11 @@
-"""The command line: `octavo generate` and `octavo kernels report`."""
+"""The command line: `octavo generate`, `octavo kernels report` and `octavo kernels calibrate`."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,13 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    import torch
+
     from .models.llm import LLM
     from .scheduler.outputs import RequestOutput
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."
 )
-kernels = typer.Typer(no_args_is_help=True, help="Look at the Triton kernels; needs no GPU.")
+kernels = typer.Typer(no_args_is_help=True, help="Look at the Triton kernels.")
 app.add_typer(kernels, name="kernels")
 
 
@@ -147,19 +150,19 @@ def _print_stats(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None
             *(f"{1000 * (t or 0):.0f}" for t in times),
         )
     console.print(table)
-    engine = llm.stats()
+    stats = llm.stats()
     generated = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     console.print(
-        f"{generated} tokens in {seconds:.2f} s: {generated / seconds:.1f} tokens/s, {engine.num_steps} steps, "
-        f"{engine.num_batched_tokens} tokens fed\n"
-        f"KV blocks: at most {engine.peak_used_blocks} of {engine.num_blocks} in use, "
-        f"{engine.block_bytes / 1024:.0f} KiB each"
+        f"{generated} tokens in {seconds:.2f} s: {generated / seconds:.1f} tokens/s, {stats.num_steps} steps, "
+        f"{stats.num_batched_tokens} tokens fed\n"
+        f"KV blocks: at most {stats.peak_used_blocks} of {stats.num_blocks} in use, "
+        f"{stats.block_bytes / 1024:.0f} KiB each"
     )
 
 
 @kernels.callback()
 def _kernels() -> None:
-    """Look at the Triton kernels; needs no GPU."""
+    """Look at the Triton kernels."""
 
 
 @kernels.command()
@@ -174,7 +177,7 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per launch.")] = False,
 ) -> None:
-    """Compile the kernels' launches and show registers, spills, loads and the cost of a KV token."""
+    """Compile the kernels' launches and show registers, spills, loads and the cost of a KV token; needs no GPU."""
     from .kernels.report import measure, select_cases
     from .kernels.report.table import print_table
 
@@ -201,6 +204,59 @@ def report(
             print_table(rows, tables)
     if failed:
         raise typer.Exit(1)
+
+
+@kernels.command()
+def calibrate(
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the thresholds to this JSON file, for SwapCosts.from_json."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    most_mib: Annotated[int, typer.Option(min=1, help="Most MiB moved by one swap.")] = 128,
+) -> None:
+    """Time swaps of KV blocks between device and host, by copies and by the kernel, and find where the kernel is faster."""
+    from .models.llm import torch_device
+    from .runtime.swap_calibration import find_costs, measure_swaps, timings_table
+
+    console = Console(highlight=False)
+    try:
+        place = torch_device(device)
+        if output is not None and place.type == "cpu":
+            raise ValueError("output: expected a GPU to compare the two ways on, got a CPU")
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ValueError(
+                f"output: expected a file in a folder that exists, got {str(output)!r}"
+            )
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+    timings = []
+    with Console(stderr=True).status("timing swaps"):
+        timings += measure_swaps(place, most_bytes=most_mib << 20)
+    machine = _machine_name(place)
+    console.print(timings_table(timings, f"swaps on {machine}"))
+    if place.type == "cpu":
+        console.print(
+            "Only plain copies were timed: without a GPU the kernel runs in an interpreter, whose time says nothing."
+        )
+        return
+    costs = find_costs(timings, machine)
+    for side, crossover in (("device", costs.to_device), ("host", costs.to_host)):
+        below, least = crossover.kernel_below_bytes, crossover.kernel_from_copies
+        rule = f"below {below} bytes a copy and from {least} copies on" if below else "never"
+        console.print(f"to the {side}: the kernel {rule}")
+    if output is not None:
+        costs.to_json(output)
+        console.print(f"written to {output}")
+
+
+def _machine_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "this CPU"
+    from torch.cuda import get_device_name
+
+    return get_device_name(device)
 
 
 @contextlib.contextmanager

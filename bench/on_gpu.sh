@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, in one run of a few minutes: the kernel tests on the compiled kernels, graph replays included.
+# What only a GPU can tell, in one run of a few minutes: the kernel tests on the compiled kernels, graph replays
+# included, blocks that move in a stream of their own and, with the package's other dependencies, the sizing of pools.
 #
 #   bench/on_gpu.sh [folder for the results]          needs python3 with torch, triton, numpy, pytest; pytest-xdist helps
 #
@@ -23,7 +24,9 @@ PY
 [ "${PIPESTATUS[0]}" -eq 0 ] || exit 1
 
 workers=$(python3 -c 'import os, xdist; print("-n", min(12, os.cpu_count()))' 2>/dev/null || true)
-# shellcheck disable=SC2086  # two words
+pools=$(python3 -c 'import msgspec, rich, transformers, typer; print("tests/runtime tests/models/test_pools.py")' \
+    2>/dev/null || echo tests/runtime/test_block_mover.py)
+# shellcheck disable=SC2086  # several words
 timeout 420 python3 -m pytest -c pyproject.toml --rootdir . -q -m gpu $workers --count "${COUNT:-60}" \
-    --junitxml "$results/gpu_tests.xml" tests/kernels 2>&1 | tail -n 60 | tee "$results/gpu_tests.txt"
+    --junitxml "$results/gpu_tests.xml" tests/kernels $pools 2>&1 | tail -n 60 | tee "$results/gpu_tests.txt"
 exit "${PIPESTATUS[0]}"

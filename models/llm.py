@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..runtime.kv_pool import KVPool, block_bytes
+from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
+from ..runtime.memory import host_pool_blocks
 from ..runtime.params import SamplingParams
 from ..runtime.runner import Model, ModelRunner
-from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig
+from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
 from .loader import load_model
+from .pools import build_pools
 from .tokenizer import load_tokenizer
 from .weights import resolve_model
 
@@ -34,21 +36,14 @@ _KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-_CPU_POOL_FRACTION = 0.25  # of free memory; a CPU shares its memory with everything else
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Where the engine stands. Blocks are those of the KV pool, the null block not counted."""
+@dataclass(kw_only=True)
+class EngineStats(SchedulerStats):
+    """Where the engine stands: what the scheduler says, and the size of a block of all layers."""
 
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_used_blocks: int
     peak_used_blocks: int
     block_bytes: int
-    num_steps: int
-    num_batched_tokens: int
 
 
 class LLM:
@@ -59,11 +54,16 @@ class LLM:
     kv_cache_dtype          of the stored keys and values: "auto" (the model's), "fp8" (e4m3) or "fp8_e5m2", which take
                             half the memory of 16-bit numbers and cost some accuracy
     block_size              tokens per KV block
-    num_gpu_blocks          usable blocks of the KV pool; None takes what gpu_memory_utilization leaves on a GPU, a
-                            quarter of the free memory on a CPU, and never more than max_num_seqs full sequences need
+    num_gpu_blocks          usable blocks of the KV pool; None takes what the weights and the largest step leave of
+                            gpu_memory_utilization on a GPU, which a run finds out, a quarter of the free memory on a
+                            CPU, and never more than max_num_seqs full sequences need
+    swap_space_gib          of host memory for blocks swapped out, pinned where there is a GPU (torch then rounds it up
+                            to a power of two); 0 for none
+    swap_costs              of this machine, `SwapCosts.from_json(path)` of what `octavo kernels calibrate` wrote
     max_model_len           most tokens of a sequence; None takes the model's limit
     max_num_seqs            sequences that hold KV at once
     max_num_batched_tokens  most tokens fed in one step
+    preemption_mode, policy, order, admission  what happens when blocks or seats run short, see `SchedulerConfig`
     model_class             a model of your own, built as model_class(config); see docs/design.md
     seed                    of requests that name none
     Raises ValueError naming the argument, what was expected and what came.
@@ -79,6 +79,8 @@ class LLM:
         block_size: int = 16,
         num_gpu_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        swap_space_gib: float = 0,
+        swap_costs: SwapCosts = PUBLIC_FIGURES,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -86,11 +88,13 @@ class LLM:
         enable_chunked_prefill: bool = True,
         preemption_mode: str = "auto",
         policy: str = "fcfs",
+        order: str = "decode-first",
+        admission: str = "optimistic",
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
-        torch_device = _device(device)
-        torch_dtype = _dtype(dtype, torch_device)
+        on_device = torch_device(device)
+        torch_dtype = _dtype(dtype, on_device)
         if kv_cache_dtype not in _KV_CACHE_DTYPES:
             names = ", ".join(_KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype!r}")
@@ -102,6 +106,9 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed: expected an integer, got {seed!r}")
+        if not isinstance(swap_costs, SwapCosts):
+            raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
+        host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
         if model_class is not None and not callable(model_class):
             raise ValueError(f"model_class: expected a class, got {model_class!r}")
         source = resolve_model(os.fspath(model))
@@ -120,6 +127,8 @@ class LLM:
             enable_chunked_prefill=enable_chunked_prefill,
             sliding_window=getattr(config, "sliding_window", None),
             policy=policy,
+            order=order,
+            admission=admission,
             preemption_mode=preemption_mode,
         )
         if max_model_len > limit:
@@ -127,26 +136,29 @@ class LLM:
                 f"max_model_len: expected 1 to {limit} (the model's limit), got {max_model_len}"
             )
         self.tokenizer = load_tokenizer(source)
-        loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
+        loaded, self.config = load_model(source, torch_dtype, on_device, model_class)
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
-        if num_gpu_blocks is None:
-            budget = _pool_bytes(torch_device, gpu_memory_utilization)
-            wanted = max_num_seqs * -(-max_model_len // block_size)
-            num_gpu_blocks = min(wanted, budget // block_bytes(*shape, pool_dtype))
-            scheduler_config = replace(scheduler_config, num_gpu_blocks=num_gpu_blocks)
-        try:
-            self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=pool_dtype, device=torch_device)
-        except RuntimeError as error:
-            size = (num_gpu_blocks + 1) * block_bytes(*shape, pool_dtype) / 2**30
-            raise ValueError(
-                f"num_gpu_blocks: expected a pool that fits the memory, {num_gpu_blocks} blocks take {size:.1f} GiB"
-            ) from error
+        self.pool, self.host_pool = build_pools(
+            cast(Model, loaded),
+            shape,
+            pool_dtype,
+            on_device,
+            scheduler_config,
+            num_gpu_blocks,
+            gpu_memory_utilization,
+            swap_space_gib,
+        )
+        scheduler_config = replace(
+            scheduler_config,
+            num_gpu_blocks=self.pool.num_blocks - 1,
+            num_cpu_blocks=0 if self.host_pool is None else self.host_pool.num_blocks - 1,
+        )
         check = os.environ.get("OCTAVO_CHECK") == "1"
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(cast(Model, loaded), self.pool, check=check),
+            ModelRunner(cast(Model, loaded), self.pool, self.host_pool, check, swap_costs),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
@@ -211,17 +223,10 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stats(self) -> EngineStats:
-        scheduler = self.engine.scheduler
-        blocks = scheduler.blocks
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=blocks.num_blocks,
-            num_used_blocks=blocks.num_used_blocks,
+            **vars(self.engine.scheduler.stats()),
             peak_used_blocks=self.engine.peak_used_blocks,
             block_bytes=self.pool.block_bytes,
-            num_steps=self.engine.num_steps,
-            num_batched_tokens=self.engine.num_batched_tokens,
         )
 
     def _add(
@@ -315,7 +320,7 @@ def progress_bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -338,11 +343,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name not in _DTYPES:
         raise ValueError(f"dtype: expected 'auto' or one of {', '.join(_DTYPES)}, got {name!r}")
     return _DTYPES[name]
-
-
-def _pool_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes the KV pool may take, the weights being loaded already."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - gpu_memory_utilization) * total))
-    return int(_CPU_POOL_FRACTION * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from .. import kernels
+from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
+from .block_mover import BlockMover
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
 from .sampler import sample, sampling_rows
 from .shadow_cache import ShadowCache
+
+_NO_TOKENS = SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class Model(Protocol):
@@ -29,15 +32,21 @@ class Model(Protocol):
 class ModelRunner:
     """A model, its KV pool and, for swapping, a pool in host memory.
 
-    check   ask a `ShadowCache` before each launch whether every row will read its own tokens
+    check       ask a `ShadowCache` before each launch whether every row will read its own tokens
+    swap_costs  of this machine, as `octavo kernels calibrate` measured them
     """
 
     def __init__(
-        self, model: Model, pool: KVPool, host_pool: KVPool | None = None, check: bool = False
+        self,
+        model: Model,
+        pool: KVPool,
+        host_pool: KVPool | None = None,
+        check: bool = False,
+        swap_costs: SwapCosts = PUBLIC_FIGURES,
     ) -> None:
         self.model = model
         self.pool = pool
-        self.host_pool = host_pool
+        self.mover = BlockMover(pool, host_pool, swap_costs)
         self._buffers = LaunchBuffers(pool.data.device)
         num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
         self._shadow = (
@@ -49,18 +58,22 @@ class ModelRunner:
         self,
         seq_group_metadata_list: list[SequenceGroupMetadata],
         *,
-        blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_swap_out: list[tuple[int, int]] | tuple[()] = (),
+        blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_copy: list[tuple[int, int]] | tuple[()] = (),
         generation_of: Callable[[str], int | None],
     ) -> SamplerOutput:
-        """Run one step and return its tokens in row order.
+        """Run one step and return its tokens in row order. Of a step without rows only the moves are made.
 
+        Blocks move as `BlockMover` says: swap-outs, swap-ins, copies, before any key and value of the step is written.
         Raises MetadataError or StaleMetadataError before any memory is touched.
         """
-        args = build_launch_args(
-            seq_group_metadata_list, self.pool.block_size, self.pool.num_blocks, self._buffers
-        )
+        has_moves = blocks_to_swap_out or blocks_to_swap_in or blocks_to_copy
+        args = None
+        if seq_group_metadata_list or not has_moves:
+            args = build_launch_args(
+                seq_group_metadata_list, self.pool.block_size, self.pool.num_blocks, self._buffers
+            )
         rows = sampling_rows(seq_group_metadata_list)
         for metadata in seq_group_metadata_list:
             current = generation_of(metadata.request_id)
@@ -68,22 +81,28 @@ class ModelRunner:
                 raise StaleMetadataError(metadata.request_id, metadata.generation_id, current)
         if self._shadow is not None:
             self._shadow.check_step(
-                seq_group_metadata_list, blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
+                seq_group_metadata_list, blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy
             )
-        self._move_blocks(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
+        self.mover.move(
+            blocks_to_swap_out,
+            blocks_to_swap_in,
+            blocks_to_copy,
+            blocks_written(seq_group_metadata_list, self.pool.block_size),
+        )
+        if args is None:
+            return _NO_TOKENS
         hidden = self.model(args, self.pool)
         if len(rows.seed) == 0:
-            return SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
+            return _NO_TOKENS
         return sample(self.model.compute_logits(hidden[args.logits_indices]), rows)
 
-    def _move_blocks(self, swap_in, swap_out, copies) -> None:
-        """Swaps, then copies, all before the step's K and V are written."""
-        if swap_in or swap_out:
-            if self.host_pool is None:
-                raise ValueError("blocks_to_swap: expected none without a host pool")
-            if swap_in:
-                kernels.swap_blocks(self.host_pool.data, self.pool.data, torch.tensor(swap_in))
-            if swap_out:
-                kernels.swap_blocks(self.pool.data, self.host_pool.data, torch.tensor(swap_out))
-        if copies:
-            kernels.copy_blocks(self.pool.data, torch.tensor(copies))
+
+def blocks_written(
+    seq_group_metadata_list: list[SequenceGroupMetadata], block_size: int
+) -> Iterator[int]:
+    """The blocks that the step's new keys and values go to."""
+    for metadata in seq_group_metadata_list:
+        for _, data, table in metadata.rows():
+            first = data.num_computed_tokens
+            last = first + metadata.token_chunk_size - 1
+            yield from table[first // block_size : last // block_size + 1].tolist()

@@ -31,18 +31,20 @@ class ShadowCache:
     def check_step(
         self,
         seq_group_metadata_list: list[SequenceGroupMetadata],
-        blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_swap_out: list[tuple[int, int]] | tuple[()] = (),
+        blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_copy: list[tuple[int, int]] | tuple[()] = (),
     ) -> None:
-        """Make the moves and writes of a step, or raise MetadataError and leave the shadow as it was.
+        """Make the moves of a step, in the order of `BlockMover`, and its writes.
+
+        Raises MetadataError and leaves the shadow as it was when a row would not read its own tokens.
 
         Found are: two rows writing one slot, and a row in whose sight a slot holds another prefix, or nothing, once all
         rows have written.
         """
         device, host = self._device.copy(), self._host.copy()
-        _move(host, device, blocks_to_swap_in)
         _move(device, host, blocks_to_swap_out)
+        _move(host, device, blocks_to_swap_in)
         _move(device, device, blocks_to_copy)
         slots = device.reshape(-1)
         rows = [

@@ -6,6 +6,7 @@ from .engine import Engine
 from .outputs import CompletionOutput, RequestOutput
 from .scheduler import Scheduler
 from .sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from .stats import SchedulerStats
 from .step import SchedulerOutputs
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutputs",
+    "SchedulerStats",
     "Sequence",
     "SequenceGroup",
     "SequenceStatus",

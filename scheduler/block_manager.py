@@ -388,10 +388,14 @@ class BlockManager:
     def _sides(self) -> tuple[tuple[str, BlockPool, dict[int, BlockTable]], ...]:
         return ("", self.device, self._tables), (" (host)", self.host, self._host_tables)
 
-    def check_integrity(self) -> None:
-        """RuntimeError unless blocks, counts, digests and tables agree, and no sequence is on both sides."""
+    def check_integrity(self, detached: Iterable[int] = ()) -> None:
+        """RuntimeError unless blocks, counts, digests and tables agree, and no sequence is on both sides.
+
+        detached   device blocks that are still to be released
+        """
         for _, pool, tables in self._sides():
-            pool.check_integrity(table.view().tolist() for table in tables.values())
+            named = [table.view().tolist() for table in tables.values()]
+            pool.check_integrity([*named, detached] if pool is self.device else named)
         both = self._tables.keys() & self._host_tables.keys()
         if both:
             raise RuntimeError(f"sequences {sorted(both)} have tables on the device and on the host")

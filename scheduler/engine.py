@@ -144,8 +144,6 @@ class Engine:
         self._aborted: list[SequenceGroup] = []
         self._undelivered: list[Request] = []  # what a step that raised would have returned
         self._num_added = 0
-        self.num_steps = 0
-        self.num_batched_tokens = 0
         self.peak_used_blocks = 0
 
     def add_request(
@@ -251,8 +249,6 @@ class Engine:
             self.scheduler.rollback()  # every request of the step can still be run again or aborted
             raise
         write_back_time = time.perf_counter() - returned
-        self.num_steps += 1
-        self.num_batched_tokens += outputs.num_batched_tokens
         for group in outputs.scheduled_seq_groups:
             group.metrics.scheduler_time += schedule_time + write_back_time
             group.metrics.model_time += returned - launched

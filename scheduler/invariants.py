@@ -10,13 +10,13 @@ from .sequence import SequenceGroup, SequenceStatus
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
-    from .step import SchedulerOutputs
+    from .step import SchedulerOutputs, Step
 
 
 def check_invariants(scheduler: Scheduler) -> None:
     """RuntimeError unless block accounting, tables and queues agree (I1, I2, I3, I5, and the baseline of I9)."""
-    blocks = scheduler.blocks
-    blocks.check_integrity()  # I1, I2, I5
+    blocks, step = scheduler.blocks, scheduler.in_flight
+    blocks.check_integrity([] if step is None else step.fenced)  # I1, I2, I5
     queues = (
         (scheduler.running, SequenceStatus.RUNNING),
         (scheduler.swapped, SequenceStatus.SWAPPED),
@@ -29,10 +29,25 @@ def check_invariants(scheduler: Scheduler) -> None:
     for queue, status in queues:
         for group in queue:
             _check_group(scheduler, group, status)
-    if not known and not scheduler.is_in_flight and (blocks.num_used_blocks or blocks.host.num_used):
+    if scheduler.in_flight is not None:
+        _check_fence(scheduler, scheduler.in_flight)
+    elif not known and (blocks.num_used_blocks or blocks.host.num_used):
         raise RuntimeError(
             f"idle, but {blocks.num_used_blocks} blocks and {blocks.host.num_used} on the host are still referenced"
         )
+
+
+def _check_fence(scheduler: Scheduler, step: Step) -> None:
+    """Nobody else can be given a block that a step in flight reads or writes."""
+    for metadata in step.snapshots:
+        tables = [table for _, _, table in metadata.rows()]
+        if metadata.cross_block_table is not None:
+            tables.append(metadata.cross_block_table)
+        for block in {block for table in tables for block in table.tolist()} - {NULL_BLOCK}:
+            if scheduler.blocks.ref_count[block] == 0:
+                raise RuntimeError(
+                    f"request {metadata.request_id!r}: block {block} is free, but a step in flight names it"
+                )
 
 
 def _check_group(scheduler: Scheduler, group: SequenceGroup, status: SequenceStatus) -> None:

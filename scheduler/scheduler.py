@@ -188,8 +188,8 @@ class Scheduler:
         return list(self._groups.values())
 
     @property
-    def is_in_flight(self) -> bool:
-        return self._in_flight is not None
+    def in_flight(self) -> Step | None:
+        return self._in_flight
 
     # -- one step
 
@@ -506,17 +506,16 @@ class Scheduler:
         """Snapshots first, then progress, then what the prefix cache may know of it."""
         # a stable sort: decodes first. A preempted group that finds all but its newest token cached is a decode
         step.rows.sort(key=lambda row: row.is_prefill)
-        snapshots = []
         for row in step.rows:
             snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
             )
             row.num_samples, row.num_candidates = snapshot.num_samples, snapshot.num_candidates
-            snapshots.append(snapshot)
+            step.snapshots.append(snapshot)
         for row in step.rows:
             self._progress(row)
         outputs = SchedulerOutputs(
-            seq_group_metadata_list=snapshots,
+            seq_group_metadata_list=step.snapshots,
             scheduled_seq_groups=[row.group for row in step.rows],
             blocks_to_swap_in=step.swaps_in,
             blocks_to_swap_out=[pair for pairs in step.swaps_out.values() for pair in pairs],
@@ -527,10 +526,8 @@ class Scheduler:
         )
         if not outputs.is_empty:
             self._in_flight = step
-            self._totals.num_steps += 1
-            self._totals.num_batched_tokens += outputs.num_batched_tokens
         if logger.isEnabledFor(logging.DEBUG):
-            for snapshot in snapshots:
+            for snapshot in step.snapshots:
                 logger.debug("step=%d %s", step.number, snapshot.describe())
         return outputs
 
@@ -588,6 +585,8 @@ class Scheduler:
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
             )
         self._in_flight = None
+        self._totals.num_steps += 1
+        self._totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
         return write_back(self, step, outputs)
 
     def take_in_flight(self) -> Step:

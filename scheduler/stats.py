@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Totals:
     """Counted since the scheduler began."""
 
-    num_steps: int = 0
+    num_steps: int = 0  # that were run
     num_batched_tokens: int = 0
     num_finished: int = 0
     num_recomputed: int = 0  # preemptions that gave up the KV

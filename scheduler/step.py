@@ -18,14 +18,15 @@ class SchedulerOutputs:
     """One step. Rows are the groups in list order, decodes before prefills, their sequences by ascending seq_id.
 
     blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy are (source, destination) pairs, applied in this order before any
-    KV of the step is written; no step has swaps in both directions. `scheduled_seq_groups` are the groups of the rows.
-    `ignored` are groups that ended without being run; `preempted` lost their place and their device blocks in this step.
+    KV of the step is written: a device block that a swap-out vacates may be filled in the same step. No step swaps in both
+    directions. `scheduled_seq_groups` are the groups of the rows. `ignored` are groups that ended without being run;
+    `preempted` lost their place and their device blocks in this step.
     """
 
     seq_group_metadata_list: list[SequenceGroupMetadata]
     scheduled_seq_groups: list[SequenceGroup] = field(default_factory=list)
-    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     num_batched_tokens: int = 0
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Step:
     ignored: list[SequenceGroup] = field(default_factory=list)
     admits: bool = True  # False once somebody found no room: those behind do not overtake
     awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
+    snapshots: list[SequenceGroupMetadata] = field(default_factory=list)
     fenced: list[int] = field(default_factory=list)  # blocks given up meanwhile, in use until the step is over
 
     def has(self, group: SequenceGroup) -> bool:

@@ -151,7 +151,6 @@ def _continue_beams(
             scheduler.blocks.free(parent)
     for seq, step in appends:
         seq.append(step.token_id, step.logprob)
-        seq.cumulative_logprob = step.cumulative_logprob
     survivors = [beams[place] for place in sorted(last)]
     group.seqs = [*survivors, *children]
     group.live = group.seqs.copy()

@@ -34,8 +34,8 @@ _INTERPRETED = _interpreted()
 def triton_op(module: str, name: str) -> Any:
     """The Triton wrapper `name`, its file imported at the first call."""
 
-    def wrapper(*args):
-        return getattr(importlib.import_module(module, _KERNELS), name)(*args)
+    def wrapper(*args, **options):
+        return getattr(importlib.import_module(module, _KERNELS), name)(*args, **options)
 
     return wrapper
 

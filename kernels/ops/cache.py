@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ._registry import no_result, register, triton_op
+
+if TYPE_CHECKING:
+    from ..block_swap import SwapPlan
 
 Tensor = torch.Tensor
 
@@ -57,20 +62,27 @@ def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
     _copy_blocks(pool, pairs)
 
 
+_planned_swap = triton_op(".block_swap", "swap_blocks")
 _swap_blocks = register(
     "swap_blocks",
     "(Tensor src_pool, Tensor(a!) dst_pool, Tensor pairs) -> ()",
-    triton_op(".block_swap", "swap_blocks"),
+    _planned_swap,
     no_result,
 )
 
 
-def swap_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
+def swap_blocks(
+    src_pool: Tensor, dst_pool: Tensor, pairs: Tensor, *, plan: SwapPlan | None = None
+) -> None:
     """Copy block `pairs[i, 0]` of one pool over block `pairs[i, 1]` of another, in the order of the current stream.
 
     src_pool, dst_pool  [num_blocks, ...]             alike but for num_blocks and device; each block contiguous; on the
                         host pinned, or the copies are not asynchronous
     pairs               [num_pairs, 2] int64, on CPU  ids in range, each destination once
-    The host may touch either pool again only after the stream has passed this point.
+    plan                a `SwapPlan` for callers who measured their machine: calls the file of the kernel directly
+    The host may touch either pool, and pairs that are pinned, again only after the stream has passed this point.
     """
-    _swap_blocks(src_pool, dst_pool, pairs)
+    if plan is None:
+        _swap_blocks(src_pool, dst_pool, pairs)
+    else:
+        _planned_swap(src_pool, dst_pool, pairs, plan=plan)

@@ -233,6 +233,8 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.copies += function is torch.ops.aten.copy_.default
+        if function is torch.ops.aten._foreach_copy_.default:
+            self.copies += len(args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -240,10 +242,10 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("num_layers", [1, 30])
 @pytest.mark.parametrize("num_pairs", [1, 3])
 def test_launches_and_copies_do_not_grow_with_layers(watch, num_layers, num_pairs) -> None:
-    """Copy-on-write of p pairs is one launch; a swap of b blocks is b copies, or one launch; whatever the layers."""
+    """Copy-on-write of p pairs is one launch; a swap of b scattered blocks is b copies, or one launch."""
     pool = torch.randn(8, num_layers, 2, 4, 1, 8)
     host = torch.zeros(8, num_layers, 2, 4, 1, 8)
-    pairs = torch.tensor([[0, 4], [1, 5], [2, 6]])[:num_pairs]
+    pairs = torch.tensor([[0, 4], [1, 6], [2, 5]])[:num_pairs]
     block_copy.copy_blocks(pool, pairs)
     assert watch.launches == 1
     with Counted() as counted:
@@ -251,3 +253,34 @@ def test_launches_and_copies_do_not_grow_with_layers(watch, num_layers, num_pair
     assert (watch.launches, counted.copies) == (1, num_pairs)
     block_swap.swap_blocks(pool, host, pairs, plan=block_swap.SwapPlan(by_kernel=True))
     assert watch.launches == 2
+
+
+@pytest.mark.parametrize(
+    ("pairs", "num_copies"),
+    [
+        ([[3, 1], [4, 2], [5, 3]], 1),
+        ([[5, 3], [3, 1], [4, 2]], 1),  # in any order
+        ([[0, 5], [1, 4], [2, 3]], 3),  # neighbours on one side only
+        ([[0, 1], [1, 2], [3, 4], [4, 5], [7, 0]], 3),
+        ([[2, 0], [2, 1], [2, 2]], 3),  # one source
+        ([[0, 0], [2, 1], [4, 2], [6, 3]], 4),
+    ],
+)
+def test_a_swap_is_one_copy_per_run_of_neighbours(pairs, num_copies) -> None:
+    """At most one per block."""
+    pool, host, expected = torch.randn(8, 2, 3), torch.zeros(6, 2, 3), torch.zeros(6, 2, 3)
+    with Counted() as counted:
+        block_swap.swap_blocks(pool, host, torch.tensor(pairs), plan=block_swap.SwapPlan(False))
+    assert counted.copies == num_copies <= len(pairs)
+    reference.swap_blocks(pool, expected, torch.tensor(pairs))
+    exactly(host, expected)
+
+
+def test_blocks_with_gaps_between_them_are_copied_one_by_one() -> None:
+    pool, host, expected = torch.randn(8, 2, 5)[:, 1], torch.zeros(6, 5), torch.zeros(6, 5)
+    pairs = torch.tensor([[1, 0], [2, 1], [3, 2]])
+    with Counted() as counted:
+        block_swap.swap_blocks(pool, host, pairs, plan=block_swap.SwapPlan(by_kernel=False))
+    assert counted.copies == 3
+    reference.swap_blocks(pool, expected, pairs)
+    exactly(host, expected)

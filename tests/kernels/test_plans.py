@@ -17,6 +17,7 @@ from octavo.kernels.penalties import plan_apply_penalties
 from octavo.kernels.rotary import plan_rotary_embedding
 from octavo.kernels.rotary_cache_write import plan_rope_and_cache
 from octavo.kernels.sampling import plan_sample
+from octavo.kernels.swap_costs import Crossover, SwapCosts
 from octavo.kernels.top_k_top_p import plan_apply_top_k_top_p_min_p
 
 
@@ -76,6 +77,54 @@ def test_copies_grow_their_parts_with_the_number_of_pairs() -> None:
 )
 def test_swaps_use_the_kernel_for_many_small_blocks_only(block_bytes, num_pairs, by_kernel) -> None:
     assert plan_swap_blocks(block_bytes=block_bytes, num_pairs=num_pairs).by_kernel is by_kernel
+
+
+@pytest.mark.parametrize(
+    ("num_copies", "crossover", "by_kernel"),
+    [
+        (64, Crossover(8193, 64), True),
+        (64, Crossover(8192, 64), False),
+        (64, Crossover(8193, 65), False),
+        (64, Crossover(0, 1), False),
+        (32, Crossover(8193, 1), False),  # runs of two blocks are copies of 16 KiB
+        (32, Crossover(2**14 + 1, 32), True),
+        (1, Crossover(2**30, 2), False),
+    ],
+)
+def test_a_swap_is_planned_by_what_its_copies_carry(num_copies, crossover, by_kernel) -> None:
+    plan = plan_swap_blocks(
+        block_bytes=8192, num_pairs=64, num_copies=num_copies, crossover=crossover
+    )
+    assert plan.by_kernel is by_kernel
+
+
+def test_swap_costs_survive_a_file(tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    costs = SwapCosts(Crossover(4096, 8), Crossover(0, 1), "somewhere")
+    costs.to_json(path)
+    assert SwapCosts.from_json(path) == costs != SwapCosts()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "[]",
+        "{}",
+        '{"to_device": {}}',
+        '{"to_device": {"kernel_below_bytes": -1}, "to_host": {}}',
+        '{"to_device": {}, "to_host": {"kernel_from_copies": 0.5}}',
+        '{"to_device": {"x": 1}, "to_host": {}}',
+        '{"to_device": {}, "to_host": {}, "x": 1}',
+    ],
+)
+def test_files_that_are_not_swap_costs_are_named(tmp_path, text) -> None:
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"swap costs: expected .*costs\.json"):
+        SwapCosts.from_json(path)
 
 
 def test_cache_writes_make_enough_programs_before_they_make_large_ones() -> None:

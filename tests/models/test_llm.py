@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, SwapCosts
+from octavo.kernels.swap_costs import Crossover
 
 PROMPTS = [
     "The capital of France is",
@@ -271,6 +272,18 @@ def test_one_bad_prompt_stops_the_call_before_anything_runs(llm):
     assert not llm.engine.has_unfinished()
 
 
+def test_swap_space_is_handed_to_what_moves_blocks(model_name):
+    costs = SwapCosts(Crossover(4096, 8), Crossover(0, 1))
+    swapping = LLM(
+        model_name, num_gpu_blocks=8, max_model_len=64, swap_space_gib=0.05, swap_costs=costs
+    )
+    mover = swapping.engine._runner.mover
+    assert mover.host_pool is swapping.host_pool and mover._costs is costs
+    assert swapping.host_pool.num_blocks == int(0.05 * 2**30) // swapping.pool.block_bytes > 50
+    (out,) = swapping.generate(["The capital of France is"], greedy(3))
+    assert len(out.outputs[0].token_ids) == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -280,6 +293,9 @@ def test_one_bad_prompt_stops_the_call_before_anything_runs(llm):
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"num_gpu_blocks": 0}, "num_gpu_blocks"),
         ({"num_gpu_blocks": 10**12}, "num_gpu_blocks: expected a pool that fits"),
+        ({"swap_space_gib": -1}, "swap_space_gib: expected a number >= 0"),
+        ({"swap_space_gib": 1e-9}, "swap_space_gib: expected 0 or room for two blocks"),
+        ({"swap_costs": "costs.json"}, "swap_costs: expected SwapCosts"),
         ({"block_size": 0}, "block_size"),
         ({"max_num_seqs": "4"}, "max_num_seqs"),
         ({"max_model_len": "256"}, "max_model_len"),
@@ -295,7 +311,8 @@ def test_bad_arguments_are_refused_by_name(model_name, changes, message):
 
 _TWO_PROMPTS = """
 import sys
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, SwapCosts
+from octavo.kernels.swap_costs import Crossover
 llm = LLM("smollm2-135m", max_model_len=256, dtype=sys.argv[1])
 for output in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=4, temperature=0)):
     print(output.outputs[0].token_ids)

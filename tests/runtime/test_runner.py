@@ -64,7 +64,7 @@ def test_a_step_answers_in_row_order(pools):
 
 
 def test_blocks_move_in_order_and_before_the_writes(pools):
-    """Swap in, swap out, copy, then the step's own writes (B29)."""
+    """Swap out, swap in, copy, then the step's own writes (B29)."""
     pool, host = pools
     ModelRunner(EchoModel(), pool, host).execute(
         [snapshot([50], [3])],
@@ -83,6 +83,47 @@ def test_blocks_move_in_order_and_before_the_writes(pools):
     )
     assert pool.data[1].unique().tolist() == [102]
     assert pool.data[2].unique().tolist() == [102], "copies come after swaps"
+
+
+def test_a_block_is_swapped_out_before_it_is_filled_again(pools):
+    """In one step: by a swap-in, by a copy and by the step's own keys and values."""
+    pool, host = pools
+    out = ModelRunner(EchoModel(), pool, host).execute(
+        [snapshot([50], [5])],
+        blocks_to_swap_out=[(2, 1), (3, 3), (5, 2)],
+        blocks_to_swap_in=[(0, 2)],
+        blocks_to_copy=[(4, 3)],
+        generation_of=lambda _: 0,
+    )
+    assert out.token_ids.tolist() == [51]
+    assert [host.data[block].unique().tolist() for block in (1, 3, 2)] == [[2], [3], [5]]
+    assert pool.data[2].unique().tolist() == [100]
+    assert pool.data[3].unique().tolist() == [4]
+    assert pool.layer(0)[0][5, 0, 0, 0] == 50
+
+
+def test_a_host_block_is_not_filled_in_the_step_that_empties_it(pools):
+    pool, host = pools
+    before = pool.data.clone(), host.data.clone()
+    with pytest.raises(ValueError, match=r"no host block that a swap-in .* got \[1\]"):
+        ModelRunner(EchoModel(), pool, host).execute(
+            [snapshot([50], [5])],
+            blocks_to_swap_out=[(3, 1)],
+            blocks_to_swap_in=[(1, 2)],
+            generation_of=lambda _: 0,
+        )
+    assert torch.equal(pool.data, before[0]) and torch.equal(host.data, before[1])
+
+
+def test_a_step_without_rows_only_moves(pools):
+    pool, host = pools
+    out = ModelRunner(EchoModel(), pool, host, check=True).execute(
+        [], blocks_to_swap_out=[(3, 1)], generation_of=lambda _: 0
+    )
+    assert len(out.token_ids) == 0
+    assert host.data[1].unique().tolist() == [3]
+    with pytest.raises(ValueError, match="expected at least one snapshot"):
+        ModelRunner(EchoModel(), pool, host).execute([], generation_of=lambda _: 0)
 
 
 @pytest.mark.parametrize("current", [1, None])

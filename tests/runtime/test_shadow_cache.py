@@ -102,6 +102,16 @@ def test_only_one_sequence_of_a_group_was_swapped(shadow) -> None:
         shadow.check_step([snapshot(back, 7, 1)], blocks_to_swap_in=[(0, 5), (1, 6)])
 
 
+def test_a_block_is_swapped_out_before_another_group_is_swapped_into_it(shadow) -> None:
+    """One step; the other way round the swap-out would save the other group's tokens."""
+    shadow.check_step([snapshot({0: (list(range(20, 24)), [3])}, 0, 4, "other")])
+    shadow.check_step([], blocks_to_swap_out=[(3, 0)])
+    other = snapshot({0: (list(range(20, 25)), [1, 5])}, 4, 1, "other")
+    shadow.check_step([other], blocks_to_swap_out=[(1, 2), (2, 3)], blocks_to_swap_in=[(0, 1)])
+    back = snapshot({0: ([*PROMPT, 11], [7, 8])}, 6, 1)
+    shadow.check_step([back], blocks_to_swap_in=[(2, 7), (3, 8)])
+
+
 def test_a_block_given_away_while_a_row_still_names_it(shadow) -> None:
     """Freed too early: another request writes to it in the very step that reads it."""
     row = snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)

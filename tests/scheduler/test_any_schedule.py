@@ -186,6 +186,7 @@ class Disturber:
                 self.scheduler.preempt(self.rng.choice(running))
             else:
                 self.abort(self.rng.choice(running))
+            self.scheduler.check_invariants()
         return result
 
     def abort(self, name: str) -> None:
@@ -203,12 +204,12 @@ def drain(engine: Engine, pending: list[Ask], disturber: Disturber) -> dict[str,
             disturber.runner.spans[ask.name] = ask.spans
             engine.add_request(ask.name, ask.prompt, ask.params, **ask.kwargs)
         if engine.has_unfinished():
-            if rng.random() < disturber.rate:
-                victims = [group.request_id for group in scheduler.groups]
-                if victims and rng.random() < 0.15:
-                    disturber.abort(rng.choice(victims))
-                elif victims:
-                    scheduler.preempt(rng.choice(victims))
+            while scheduler.groups and rng.random() < disturber.rate:
+                victim = rng.choice(scheduler.groups).request_id
+                if rng.random() < 0.15:
+                    disturber.abort(victim)
+                else:
+                    scheduler.preempt(victim)
             try:
                 changed = engine.step()
             except OSError:
