@@ -1,11 +1,11 @@
-"""An engine over a tiny random Llama of transformers, with the model itself as the oracle. No tokenizer."""
+"""An engine over a tiny random Llama (or, with a window, Mistral) of transformers, with the model itself as the oracle. No tokenizer."""
 
 from __future__ import annotations
 
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from octavo.models import load_model, resolve_model
 from octavo.runtime.kv_pool import KVPool
@@ -19,9 +19,13 @@ EOS = 3
 class TinyModel:
     """Weights are large, so that the next tokens are far from equally likely and ties do not occur."""
 
-    def __init__(self, seed: int = 0, eos_scale: float = 1.0) -> None:
+    def __init__(self, seed: int = 0, eos_scale: float = 1.0, window: int | None = None) -> None:
         torch.manual_seed(seed)
-        config = LlamaConfig(
+        self.window = window
+        kinds = (LlamaConfig, LlamaForCausalLM)
+        if window is not None:
+            kinds = (MistralConfig, MistralForCausalLM)
+        config = kinds[0](
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=48,
@@ -32,8 +36,9 @@ class TinyModel:
             eos_token_id=EOS,
             pad_token_id=0,
             bos_token_id=1,
+            **({} if window is None else {"sliding_window": window}),
         )
-        self.reference = LlamaForCausalLM(config).eval()
+        self.reference = kinds[1](config).eval()
         with torch.no_grad():
             for parameter in self.reference.parameters():
                 if parameter.ndim > 1:
@@ -50,6 +55,7 @@ class TinyModel:
             num_gpu_blocks=num_gpu_blocks,
             block_size=block_size,
             vocab_size=VOCAB,
+            sliding_window=self.window,
             **{"max_model_len": 256, **config},
         )
         pool = KVPool(num_gpu_blocks + 1, *shape, dtype=torch.float32)
