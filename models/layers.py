@@ -13,9 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..runtime.kv_pool import KVPool
+from ..runtime.kv_pool import KVPool, LayerKV, Layers
 from ..runtime.launch_args import LaunchArgs
 from .rotary import rotary_table
+
+
+def kv_layers(model: nn.Module, config: Any, dtype: torch.dtype) -> Layers:
+    """What the pool has to keep for each layer: `model.kv_layers(dtype)` if the model says it, else layers all alike."""
+    if (own := getattr(model, "kv_layers", None)) is not None:
+        return own(dtype)
+    return [LayerKV(config.num_key_value_heads, config.head_dim, dtype)] * config.num_hidden_layers
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Tokens a query of each layer may see, itself included; None for all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def widest_window(config: Any) -> int | None:
+    """The window behind which blocks may be freed: all layers share a block table, so if one sees all, none may."""
+    limited = [window for window in layer_windows(config) if window is not None]
+    return max(limited) if len(limited) == config.num_hidden_layers else None
 
 
 def _unset(*shape: int) -> nn.Parameter:
@@ -108,7 +130,9 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Writes k and v [T, Hkv, D] to their slots and attends q [T, Hq, D] over the paged cache -> [T, Hq, D].
+    """Writes k and v [T, Hkv, D] to their slots and attends q [T, Hq, D] over the paged cache -> [T, Hq, Dv].
+
+    Without k and v it reads what is there: for layers that share the K and V of an earlier one.
 
     layer    index of the layer's K and V in the pool
     scale    of the scores, head_dim ** -0.5 by default
@@ -136,9 +160,12 @@ class Attention(nn.Module):
         self.window = window
         self.softcap = softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LaunchArgs, kv: KVPool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
+    ) -> Tensor:
         k_cache, v_cache = kv.layer(self.layer)
-        kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
+        if k is not None and v is not None:
+            kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
         out = kernels.paged_attention(
             q,
             k_cache,

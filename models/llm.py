@@ -16,6 +16,7 @@ from ..runtime.kv_pool import KVPool, block_bytes
 from ..runtime.params import SamplingParams
 from ..runtime.runner import Model, ModelRunner
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig
+from .layers import kv_layers, widest_window
 from .loader import load_model
 from .tokenizer import load_tokenizer
 from .weights import resolve_model
@@ -118,7 +119,7 @@ class LLM:
             vocab_size=config.vocab_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
-            sliding_window=getattr(config, "sliding_window", None),
+            sliding_window=widest_window(config),
             policy=policy,
             preemption_mode=preemption_mode,
         )
@@ -128,18 +129,18 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(source)
         loaded, self.config = load_model(source, torch_dtype, torch_device, model_class)
-        heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
-        shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
+        layers = kv_layers(loaded, self.config, pool_dtype)
+        bytes_per_block = block_bytes(layers, block_size)
         if num_gpu_blocks is None:
             budget = _pool_bytes(torch_device, gpu_memory_utilization)
             wanted = max_num_seqs * -(-max_model_len // block_size)
-            num_gpu_blocks = min(wanted, budget // block_bytes(*shape, pool_dtype))
+            num_gpu_blocks = min(wanted, budget // bytes_per_block)
             scheduler_config = replace(scheduler_config, num_gpu_blocks=num_gpu_blocks)
         try:
-            self.pool = KVPool(num_gpu_blocks + 1, *shape, dtype=pool_dtype, device=torch_device)
+            self.pool = KVPool(num_gpu_blocks + 1, layers, block_size, torch_device)
         except RuntimeError as error:
-            size = (num_gpu_blocks + 1) * block_bytes(*shape, pool_dtype) / 2**30
+            size = (num_gpu_blocks + 1) * bytes_per_block / 2**30
             raise ValueError(
                 f"num_gpu_blocks: expected a pool that fits the memory, {num_gpu_blocks} blocks take {size:.1f} GiB"
             ) from error
