@@ -100,6 +100,10 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
                          whole sequence
     do_sample            False before the last chunk
     generation_id        placement version of the group
+    encoder_seq_data     the encoder's tokens, of an encoder-decoder model; `num_computed_tokens` is 0 in the step that
+                         has to run the encoder, and all of them afterwards
+    cross_block_table    int32 array, ids of the blocks that hold what the decoder attends across to; shared by all
+                         sequences of the group
     """
 
     request_id: str
