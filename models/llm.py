@@ -107,6 +107,10 @@ class LLM:
             raise ValueError(f"model_class: expected a class, got {model_class!r}")
         source = resolve_model(os.fspath(model))
         config = source.config()
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"model: expected one without an encoder, requests have no input for it, got {source.name!r}"
+            )
         limit: int = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = limit

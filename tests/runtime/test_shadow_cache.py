@@ -206,7 +206,9 @@ def test_reading_the_encoder_of_somebody_else(translating) -> None:
 def test_an_encoder_is_not_a_prefix(translating) -> None:
     """Bidirectional: an input that only begins alike has other keys from the first token on."""
     with pytest.raises(MetadataError, match=r"token 0 in block 3, .* \(4 of 4"):
-        translating.check_step([crossing(SOURCE[:4], [3], decoder=[*PROMPT, 11])])
+        translating.check_step(
+            [crossing(SOURCE[:4], [3], request="s", decoder=[1, 2], table=[9], computed=0, chunk=2)]
+        )
 
 
 def test_an_encoder_that_was_never_run(translating) -> None:
