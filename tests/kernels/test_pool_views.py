@@ -140,3 +140,25 @@ def test_layers_read_what_they_wrote_in_either_layout(dtype):
             enable_gqa=True,
         )
         torch.testing.assert_close(out, exact[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # a decoder over encoders shorter and longer than its chunk, and rows without one
+        dict(seq_lens=[9, 0, 3, 2, 0, 21], query_lens=[1, 1, 1, 5, 3, 4], num_decodes=3),
+        # an encoder over its own packed tokens
+        dict(seq_lens=[11, 1, 18], query_lens=[11, 1, 18], block_size=1),
+    ],
+    ids=["cross", "encoder"],
+)
+def test_what_an_encoder_needs_of_attention(shape, attend) -> None:
+    batch = Batch(**(dict(block_size=4, num_q_heads=2) | shape), options={"causal": False})
+    check_batch(attend, batch)
+    out, lse = attend(batch)
+    assert lse is not None
+    for length, rows in zip(
+        shape["seq_lens"], torch.arange(len(out)).split(shape["query_lens"]), strict=True
+    ):
+        if length == 0:
+            assert out[rows].count_nonzero() == 0 and (lse[rows] == -float("inf")).all()
