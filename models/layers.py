@@ -13,9 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..runtime.kv_pool import KVPool
+from ..runtime.kv_pool import KVPool, LayerKV, Layers
 from ..runtime.launch_args import LaunchArgs
 from .rotary import rotary_table
+
+
+def kv_layers(model: nn.Module, config: Any, dtype: torch.dtype) -> Layers:
+    """What the pool has to keep for each layer: `model.kv_layers(dtype)` if the model says it, else layers all alike."""
+    if (own := getattr(model, "kv_layers", None)) is not None:
+        return own(dtype)
+    return [LayerKV(config.num_key_value_heads, config.head_dim, dtype)] * config.num_hidden_layers
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Tokens a query of each layer may see, itself included; None for all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def widest_window(config: Any) -> int | None:
+    """The window behind which blocks may be freed: all layers share a block table, so if one sees all, none may."""
+    limited = [window for window in layer_windows(config) if window is not None]
+    return max(limited) if len(limited) == config.num_hidden_layers else None
 
 
 def _unset(*shape: int) -> nn.Parameter:
@@ -107,8 +129,17 @@ class RotaryEmbedding(nn.Module):
         kernels.rotary_embedding(positions, q, k, self.cos_sin)
 
 
+def _check_groups(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+        )
+
+
 class Attention(nn.Module):
-    """Writes k and v [T, Hkv, D] to their slots and attends q [T, Hq, D] over the paged cache -> [T, Hq, D].
+    """Writes k and v [T, Hkv, D] to their slots and attends q [T, Hq, D] over the paged cache -> [T, Hq, Dv].
+
+    Without k and v it reads what is there: for layers that share the K and V of an earlier one.
 
     layer    index of the layer's K and V in the pool
     scale    of the scores, head_dim ** -0.5 by default
@@ -127,18 +158,18 @@ class Attention(nn.Module):
         softcap: float | None = None,
     ) -> None:
         super().__init__()
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
-            )
+        _check_groups(num_heads, num_kv_heads)
         self.layer = layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.softcap = softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LaunchArgs, kv: KVPool) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
+    ) -> Tensor:
         k_cache, v_cache = kv.layer(self.layer)
-        kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
+        if k is not None and v is not None:
+            kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
         out = kernels.paged_attention(
             q,
             k_cache,
@@ -154,6 +185,92 @@ class Attention(nn.Module):
             softcap=self.softcap,
         )
         return cast(Tensor, out)  # a pair only when lse is asked for
+
+
+class CrossAttention(nn.Module):
+    """Attends q [T, Hq, D] of a decoder to all of the encoder's keys and values, in the cross blocks -> [T, Hq, Dv].
+
+    k and v [E, Hkv, D] are what the layer makes of the encoder's output for the tokens of `args.encoder_input_ids`: they
+    are written to their slots once, and read in all later steps. None when no encoder runs in this step.
+
+    layer  index in the pool, that of the decoder's own K and V: the two lie in blocks of their own
+    scale  of the scores, head_dim ** -0.5 by default
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer: int,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        _check_groups(num_heads, num_kv_heads)
+        self.layer = layer
+        self.scale = head_dim**-0.5 if scale is None else scale
+
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
+    ) -> Tensor:
+        k_cache, v_cache = kv.layer(self.layer)
+        if k is not None and v is not None and args.cross_slot_mapping is not None:
+            kernels.reshape_and_cache(k, v, k_cache, v_cache, args.cross_slot_mapping)
+        if args.cross_seq_lens is None or args.cross_block_tables is None:
+            return q.new_zeros(*q.shape[:2], v_cache.shape[3])  # as rows of no keys in a mixed step
+        out = kernels.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            query_start_loc=args.query_start_loc,
+            seq_lens=args.cross_seq_lens,
+            block_tables=args.cross_block_tables,
+            max_query_len=args.max_query_len,
+            max_seq_len=args.max_cross_seq_len,
+            num_decodes=args.num_decodes,
+            scale=self.scale,
+            causal=False,
+        )
+        return cast(Tensor, out)
+
+
+class EncoderAttention(nn.Module):
+    """Attends q [E, Hq, D] of the step's encoder tokens to k and v [E, Hkv, D], each to all of its own sequence -> [E, Hq, Dv].
+
+    Nothing is cached: the packed keys are looked at as a cache of blocks of one token, whose ids are places in the batch
+    (`args.encoder_block_tables`). So encoder inputs of any lengths run unpadded in one launch, by the kernels that are
+    there. It costs four bytes of table for each key.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float | None = None
+    ) -> None:
+        super().__init__()
+        _check_groups(num_heads, num_kv_heads)
+        self.scale = head_dim**-0.5 if scale is None else scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LaunchArgs) -> Tensor:
+        starts, lens, tables = (
+            args.encoder_query_start_loc,
+            args.encoder_seq_lens,
+            args.encoder_block_tables,
+        )
+        if starts is None or lens is None or tables is None:
+            raise ValueError("args: expected the tokens of at least one encoder, got none")
+        out = kernels.paged_attention(
+            q,
+            k.unsqueeze(1),
+            v.unsqueeze(1),
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_tables=tables,
+            max_query_len=args.max_encoder_seq_len,
+            max_seq_len=args.max_encoder_seq_len,
+            num_decodes=0,
+            scale=self.scale,
+            causal=False,
+        )
+        return cast(Tensor, out)
 
 
 class MLP(nn.Module):

@@ -1,4 +1,5 @@
-"""Llama, and the models that are Llama but for a detail: Mistral (sliding window), Qwen2 (biases on q, k and v)."""
+"""Llama, and the models that are Llama but for a detail: Mistral (sliding window), Qwen2 (biases on q, k
+and v, a window in some layers)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 
 from ..runtime.kv_pool import KVPool
 from ..runtime.launch_args import LaunchArgs
-from .layers import MLP, Attention, Embedding, Linear, RMSNorm, RotaryEmbedding
+from .layers import MLP, Attention, Embedding, Linear, RMSNorm, RotaryEmbedding, layer_windows
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class LlamaForCausalLM(nn.Module):
@@ -84,7 +87,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(
             self.sizes[0], config.hidden_size, getattr(config, "attention_bias", False)
         )
-        window = getattr(config, "sliding_window", None)
+        window = layer_windows(config)[index]
         self.attention = Attention(heads, kv_heads, self.head_dim, index, window=window)
 
     def forward(
@@ -101,8 +104,8 @@ class LlamaAttention(nn.Module):
 def _check(config: Any) -> None:
     if config.hidden_act != "silu":
         raise ValueError(f"config.hidden_act: expected 'silu', got {config.hidden_act!r}")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1:
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
         raise ValueError(
-            f"config.layer_types: expected all layers alike, got {', '.join(sorted(kinds))}"
+            f"config.layer_types: expected {' or '.join(sorted(_LAYER_TYPES))}, got {', '.join(sorted(unknown))}"
         )

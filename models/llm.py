@@ -17,6 +17,7 @@ from ..runtime.memory import host_pool_blocks
 from ..runtime.params import SamplingParams
 from ..runtime.runner import Model, ModelRunner
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
+from .layers import kv_layers, widest_window
 from .loader import load_model
 from .pools import build_pools
 from .tokenizer import load_tokenizer
@@ -113,6 +114,10 @@ class LLM:
             raise ValueError(f"model_class: expected a class, got {model_class!r}")
         source = resolve_model(os.fspath(model))
         config = source.config()
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"model: expected one without an encoder, requests have no input for it, got {source.name!r}"
+            )
         limit: int = config.max_position_embeddings
         if max_model_len is None:
             max_model_len = limit
@@ -125,7 +130,7 @@ class LLM:
             vocab_size=config.vocab_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
-            sliding_window=getattr(config, "sliding_window", None),
+            sliding_window=widest_window(config),
             policy=policy,
             order=order,
             admission=admission,
@@ -137,13 +142,10 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(source)
         loaded, self.config = load_model(source, torch_dtype, on_device, model_class)
-        heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
-        shape = (layers, block_size, heads, self.config.head_dim)
         pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
         self.pool, self.host_pool = build_pools(
             cast(Model, loaded),
-            shape,
-            pool_dtype,
+            kv_layers(loaded, self.config, pool_dtype),
             on_device,
             scheduler_config,
             num_gpu_blocks,

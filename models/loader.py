@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bart import BartForConditionalGeneration
 from .layers import Linear
 from .llama import LlamaForCausalLM
 from .weights import ModelSource
 
 ARCHITECTURES: dict[str, Callable[[Any], nn.Module]] = {
+    "BartForConditionalGeneration": BartForConditionalGeneration,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.kv_pool import KVPool, block_bytes
+from ..runtime.kv_pool import KVPool, Layers, block_bytes
 from ..runtime.memory import (
     CudaMemoryMeter,
     cpu_pool_blocks,
@@ -17,13 +17,10 @@ from ..runtime.memory import (
 from ..runtime.runner import Model
 from ..scheduler import SchedulerConfig
 
-Shape = tuple[int, int, int, int]  # layers, block size, KV heads, head size
-
 
 def build_pools(
     model: Model,
-    shape: Shape,
-    dtype: torch.dtype,
+    layers: Layers,
     device: torch.device,
     config: SchedulerConfig,
     num_gpu_blocks: int | None,
@@ -36,32 +33,33 @@ def build_pools(
     """
     if num_gpu_blocks is None:
         seat = -(-config.max_model_len // config.block_size)
-        fitting = _blocks_that_fit(model, shape, dtype, device, config, gpu_memory_utilization)
+        fitting = _blocks_that_fit(model, layers, device, config, gpu_memory_utilization)
         num_gpu_blocks = min(config.max_num_seqs * seat, fitting)
-    pool = _pool("num_gpu_blocks", num_gpu_blocks + 1, shape, dtype, device)
+    pool = _pool("num_gpu_blocks", num_gpu_blocks + 1, layers, config.block_size, device)
     num_host_blocks = host_pool_blocks(swap_space_gib, pool.block_bytes)
     if num_host_blocks == 0:
         return pool, None
     host = torch.device("cpu")
-    return pool, _pool("swap_space_gib", num_host_blocks, shape, dtype, host, pool.data.is_cuda)
+    return pool, _pool(
+        "swap_space_gib", num_host_blocks, layers, config.block_size, host, pool.data.is_cuda
+    )
 
 
 def _blocks_that_fit(
     model: Model,
-    shape: Shape,
-    dtype: torch.dtype,
+    layers: Layers,
     device: torch.device,
     config: SchedulerConfig,
     gpu_memory_utilization: float,
 ) -> int:
-    bytes_each = block_bytes(*shape, dtype)
+    bytes_each = block_bytes(layers, config.block_size)
     if device.type != "cuda":
         return cpu_pool_blocks(free=free_cpu_memory(), block_bytes=bytes_each)
     meter = CudaMemoryMeter(device)
     try:
         peak = measure_largest_step(
             model,
-            KVPool(2, *shape, dtype=dtype, device=device),
+            KVPool(2, layers, config.block_size, device),
             meter,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
@@ -84,15 +82,15 @@ def _blocks_that_fit(
 def _pool(
     argument: str,
     num_blocks: int,
-    shape: Shape,
-    dtype: torch.dtype,
+    layers: Layers,
+    block_size: int,
     device: torch.device,
     pin_memory: bool = False,
 ) -> KVPool:
     try:
-        return KVPool(num_blocks, *shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return KVPool(num_blocks, layers, block_size, device, pin_memory=pin_memory)
     except RuntimeError as error:
-        size = gib(num_blocks * block_bytes(*shape, dtype))
+        size = gib(num_blocks * block_bytes(layers, block_size))
         raise ValueError(
             f"{argument}: expected a pool that fits the memory, {num_blocks} blocks take {size}"
         ) from error

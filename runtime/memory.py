@@ -193,4 +193,5 @@ def _dearest_sampling(num_rows: int) -> SamplingRows:
         min_p=np.full(num_rows, 0.01),
         seed=np.arange(num_rows, dtype=np.uint64),
         step=np.zeros(num_rows, np.uint64),
+        num_candidates=np.ones(num_rows, np.int64),
     )

@@ -113,9 +113,10 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     generation_id        placement version of the group
     multi_modal_data     the parts of images and the like among the tokens of this step
     eos_token_ids        end-of-sequence tokens, none when the request ignores them
-    encoder_seq_data     the encoder's tokens, one sequence for the whole group; num_computed_tokens 0 says that this step
-                         runs the encoder, otherwise its keys and values are in the cache
-    cross_block_table    int32, the blocks of the encoder's keys and values
+    encoder_seq_data     the encoder's tokens, of an encoder-decoder model; `num_computed_tokens` is 0 in the step that
+                         has to run the encoder, and all of them afterwards
+    cross_block_table    int32 array, ids of the blocks that hold what the decoder attends across to; shared by all
+                         sequences of the group
     """
 
     request_id: str

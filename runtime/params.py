@@ -124,7 +124,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", stop)
         ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
         _require(ids_ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids)
-        flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search")
+        flags = (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "use_beam_search",
+        )
         for name in flags:
             _require(
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
@@ -196,8 +201,12 @@ class MultiModalSpan(msgspec.Struct, frozen=True):
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.offset) and self.offset >= 0, "offset", "an integer >= 0", self.offset)
-        _require(_is_int(self.length) and self.length >= 1, "length", "an integer >= 1", self.length)
+        _require(
+            _is_int(self.offset) and self.offset >= 0, "offset", "an integer >= 0", self.offset
+        )
+        _require(
+            _is_int(self.length) and self.length >= 1, "length", "an integer >= 1", self.length
+        )
         digest_ok = isinstance(self.digest, bytes) and 8 <= len(self.digest) <= 64
         _require(digest_ok, "digest", "8 to 64 bytes", self.digest)
 

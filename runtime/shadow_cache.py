@@ -3,6 +3,8 @@
 The keys and values of token i depend on tokens 0..i, so a slot is right for a row exactly when it was written for the
 row's own prefix. A shadow of the pool remembers for each slot the digest of the prefix it was written for; before a
 step is launched the shadow makes the step's moves and writes, and asks whether each row will then read its own tokens.
+An encoder's tokens see one another, so a slot of a cross block is right when it was written for the same place in the
+same input; and what a decoder keeps of its own tokens depends on the encoder's too.
 The content of the real pool is never looked at: it costs hashing the new tokens and one comparison of integers per
 token in sight.
 """
@@ -39,36 +41,43 @@ class ShadowCache:
 
         Raises MetadataError and leaves the shadow as it was when a row would not read its own tokens.
 
-        Found are: two rows writing one slot, and a row in whose sight a slot holds another prefix, or nothing, once all
-        rows have written.
+        Found are: two rows writing one slot, and a row in whose sight a slot holds another prefix, another encoder's
+        token, or nothing, once all rows have written.
         """
         device, host = self._device.copy(), self._host.copy()
         _move(device, host, blocks_to_swap_out)
         _move(host, device, blocks_to_swap_in)
         _move(device, device, blocks_to_copy)
         slots = device.reshape(-1)
-        rows = [
-            _Row(self, metadata, *row)
-            for metadata in seq_group_metadata_list
-            for row in metadata.rows()
-        ]
-        writers: dict[int, _Row] = {}
-        for row in rows:
-            for slot in row.written.tolist():
+        reads = []
+        for metadata in seq_group_metadata_list:
+            reads += [self._row(metadata, *row) for row in metadata.rows()]
+            data, table = metadata.encoder_seq_data, metadata.cross_block_table
+            if data is not None and table is not None:
+                reads.append(self._encoder(metadata, data, table))
+        writers: dict[int, _Read] = {}
+        for read in reads:
+            for slot in read.written.tolist():
                 if slot in writers:
                     other = writers[slot].request_id
-                    row.fail(
+                    read.fail(
                         f"expected a slot of its own, got slot {slot}, which {other} writes too"
                     )
-                writers[slot] = row
-            slots[row.written] = row.digests[row.context_len :]
-        for row in rows:
-            found, expected = slots[row.seen], row.digests[row.first_seen :]
-            wrong = np.flatnonzero(found != expected)
+                writers[slot] = read
+            slots[read.written] = read.expected[len(read.expected) - len(read.written) :]
+        for read in reads:
+            found = slots[read.seen]
+            wrong = np.flatnonzero(found != read.expected)
             if len(wrong):
-                position, slot = row.first_seen + int(wrong[0]), int(row.seen[wrong[0]])
-                holds = "nothing" if found[wrong[0]] == _UNWRITTEN else "another prefix"
-                row.fail(
+                position, slot = read.first + int(wrong[0]), int(read.seen[wrong[0]])
+                holds = (
+                    "nothing"
+                    if found[wrong[0]] == _UNWRITTEN
+                    else "another prefix"
+                    if read.field == "block_tables"
+                    else "something else"
+                )
+                read.fail(
                     f"expected its own token {position} in block {slot // self.block_size}, offset "
                     f"{slot % self.block_size}, got {holds} ({len(wrong)} of {len(found)} tokens in sight are wrong)"
                 )
@@ -77,18 +86,54 @@ class ShadowCache:
     def prefix_digests(self, metadata: SequenceGroupMetadata, data: SequenceData) -> np.ndarray:
         """Digest of each prefix of a sequence's tokens up to the end of this step, int64."""
         key = (metadata.request_id, data.index)
-        known = self._known.pop(key, None) or _Digests(repr(metadata.lora_request))
+        namespace = repr(metadata.lora_request)
+        if metadata.encoder_seq_data is not None:
+            namespace += f" {_encoder_digest(metadata, metadata.encoder_seq_data)}"
+        known = self._known.pop(key, None)
+        if known is None or known.namespace != namespace:
+            known = _Digests(namespace)
         self._known[key] = known  # the last in line
         if len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
         tokens = data.token_ids(0, data.num_computed_tokens + metadata.token_chunk_size)
         return known.upto(tokens)
 
+    def _row(
+        self, metadata: SequenceGroupMetadata, seq_id: int, data: SequenceData, table: np.ndarray
+    ) -> _Read:
+        """A sequence over its own tokens: it writes those it feeds, and sees all or those in its window."""
+        context_len, window = data.num_computed_tokens, metadata.sliding_window
+        first = 0 if window is None else max(0, context_len - window + 1)
+        digests = self.prefix_digests(metadata, data)
+        origin = (metadata.request_id, "block_tables", f"sequence {seq_id}")
+        return _Read(
+            origin, table, first, digests[first:], len(digests) - context_len, self.block_size
+        )
+
+    def _encoder(
+        self, metadata: SequenceGroupMetadata, data: SequenceData, table: np.ndarray
+    ) -> _Read:
+        """All sequences of a group over its encoder's tokens, which are all written in one step."""
+        digests = _encoder_digest(metadata, data) + np.arange(data.num_tokens)
+        digests[digests == _UNWRITTEN] = 1
+        origin = (metadata.request_id, "cross_block_table", "encoder")
+        num_written = data.num_tokens if data.num_computed_tokens == 0 else 0
+        return _Read(origin, table, 0, digests, num_written, self.block_size)
+
+
+def _encoder_digest(metadata: SequenceGroupMetadata, data: SequenceData) -> int:
+    """Of all tokens; that of a token is its place more. 62 bits, so that the sum is one of 64."""
+    namespace = blake2b(repr(metadata.lora_request).encode(), digest_size=8).digest()
+    tokens = data.token_ids(0, data.num_tokens).tobytes()
+    digest = blake2b(tokens, digest_size=8, key=namespace, person=b"encoder").digest()
+    return int.from_bytes(digest, "little") >> 2
+
 
 class _Digests:
     """Prefix digests of a growing sequence; tokens that changed are hashed again, with all that follow."""
 
     def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
         self.seed = blake2b(namespace.encode(), digest_size=8).digest()
         self.tokens = np.zeros(0, np.int32)
         self.digests = np.zeros(0, np.int64)
@@ -109,33 +154,30 @@ class _Digests:
         return self.digests[: len(tokens)]
 
 
-class _Row:
-    """One sequence of a step: which slots it writes, and which it will look at."""
+class _Read:
+    """Tokens in sight of a sequence, or of an encoder: where they are, and what should be there."""
 
     def __init__(
         self,
-        shadow: ShadowCache,
-        metadata: SequenceGroupMetadata,
-        seq_id: int,
-        data: SequenceData,
+        origin: tuple[str, str, str],  # request, field of its snapshot, what of the request
         table: np.ndarray,
+        first: int,  # position of the first token
+        expected: np.ndarray,  # digest of each token
+        num_written: int,  # the last so many are written in this step
+        block_size: int,
     ) -> None:
-        self.request_id, self.seq_id = metadata.request_id, seq_id
-        self.context_len = data.num_computed_tokens
-        seq_len = self.context_len + metadata.token_chunk_size
-        self.digests = shadow.prefix_digests(metadata, data)
-        window = metadata.sliding_window
-        self.first_seen = 0 if window is None else max(0, self.context_len - window + 1)
-        positions = np.arange(self.first_seen, seq_len)
-        blocks = np.asarray(table)[positions // shadow.block_size].astype(np.int64)
+        self.request_id, self.field, self.who = origin
+        self.first, self.expected = first, expected
+        positions = first + np.arange(len(expected))
+        blocks = np.asarray(table)[positions // block_size].astype(np.int64)
         if (blocks == 0).any():
-            position = self.first_seen + int(np.flatnonzero(blocks == 0)[0])
+            position = first + int(np.flatnonzero(blocks == 0)[0])
             self.fail(f"expected a block for token {position}, got the null block")
-        self.seen = blocks * shadow.block_size + positions % shadow.block_size
-        self.written = self.seen[self.context_len - self.first_seen :]
+        self.seen = blocks * block_size + positions % block_size
+        self.written = self.seen[len(expected) - num_written :]
 
     def fail(self, message: str) -> None:
-        raise MetadataError(self.request_id, "block_tables", f"sequence {self.seq_id}: {message}")
+        raise MetadataError(self.request_id, self.field, f"{self.who}: {message}")
 
 
 def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:

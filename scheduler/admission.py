@@ -128,7 +128,9 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
             waiting_tokens += group.num_tokens_to_feed()
             is_split = config.enable_chunked_prefill and group.encoder_seq is None
             is_split = is_split and not any(span.is_whole for span in leader.spans)
-            own_delay = delay = max(delay, _longest_wait(waiting_tokens, config) if is_split else _ALWAYS)
+            own_delay = delay = max(
+                delay, _longest_wait(waiting_tokens, config) if is_split else _ALWAYS
+            )
         else:
             own_delay = _ALWAYS if config.policy == "priority" else 0
         seqs = group.num_seats

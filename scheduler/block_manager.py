@@ -351,7 +351,7 @@ class BlockManager:
     def _digests(self, seq: Sequence, namespace: str, num_blocks: int) -> list[bytes]:
         """Chain digests of the first `num_blocks` full blocks.
 
-            d[i] = H(key = d[i-1], tokens of block i, and the digest and place of each image or the like that lies in it)
+        d[i] = H(key = d[i-1], tokens of block i, and the digest and place of each image or the like that lies in it)
         """
         digests = seq.block_digests
         if len(digests) < num_blocks:
@@ -383,7 +383,9 @@ class BlockManager:
                 )
                 lines.append(f"seq_id={seq_id}{where} blocks: {blocks}")
         pool = self.device
-        return "\n".join([*lines, f"free={pool.num_free - pool.num_cached} cached={pool.num_cached}"])
+        return "\n".join(
+            [*lines, f"free={pool.num_free - pool.num_cached} cached={pool.num_cached}"]
+        )
 
     def _sides(self) -> tuple[tuple[str, BlockPool, dict[int, BlockTable]], ...]:
         return ("", self.device, self._tables), (" (host)", self.host, self._host_tables)
@@ -398,4 +400,6 @@ class BlockManager:
             pool.check_integrity([*named, detached] if pool is self.device else named)
         both = self._tables.keys() & self._host_tables.keys()
         if both:
-            raise RuntimeError(f"sequences {sorted(both)} have tables on the device and on the host")
+            raise RuntimeError(
+                f"sequences {sorted(both)} have tables on the device and on the host"
+            )

@@ -100,8 +100,9 @@ class SchedulerConfig:
     @property
     def max_seq_len(self) -> int:
         """Most tokens one sequence can reach: the model's limit or the whole pool."""
-        window, size = self.sliding_window, self.block_size
+        size, window = self.block_size, self.sliding_window
         if window is not None and self.enable_chunked_prefill:
-            if self.num_gpu_blocks > -(-(window - 1) // size):  # what a single query sees
+            seen = -(-(window - 1) // size) + 1  # most blocks that a single query sees
+            if seen <= self.num_gpu_blocks:
                 return self.max_model_len
         return min(self.max_model_len, self.num_gpu_blocks * size)

@@ -63,7 +63,9 @@ def _check_group(scheduler: Scheduler, group: SequenceGroup, status: SequenceSta
         if on_device and status is not SequenceStatus.RUNNING:
             raise RuntimeError(f"{name} is {status.value}, but sequence {seq.seq_id} has a table")
         if on_host and status is not SequenceStatus.SWAPPED:
-            raise RuntimeError(f"{name} is {status.value}, but sequence {seq.seq_id} is on the host")
+            raise RuntimeError(
+                f"{name} is {status.value}, but sequence {seq.seq_id} is on the host"
+            )
         if on_device:
             table = blocks.table(seq.seq_id)
             if len(table) != cdiv(seq.num_computed_tokens, blocks.block_size):
@@ -72,7 +74,9 @@ def _check_group(scheduler: Scheduler, group: SequenceGroup, status: SequenceSta
                 )
             first = table[: len(table)]
             num_null = int((first == NULL_BLOCK).sum())
-            if num_null and (blocks.sliding_window is None or (first[num_null:] == NULL_BLOCK).any()):
+            if num_null and (
+                blocks.sliding_window is None or (first[num_null:] == NULL_BLOCK).any()
+            ):
                 raise RuntimeError(f"{name}: null blocks in {table.tolist()}")
 
 
@@ -97,13 +101,17 @@ def check_step(scheduler: Scheduler, outputs: SchedulerOutputs) -> None:
             if chunk < 1 or start + chunk > data.num_tokens:  # I7
                 raise RuntimeError(f"{name}: {chunk} tokens after {start} of {data.num_tokens}")
             if metadata.do_sample != (start + chunk == data.num_tokens):  # I8
-                raise RuntimeError(f"{name}: do_sample is {metadata.do_sample} too early or too late")
+                raise RuntimeError(
+                    f"{name}: do_sample is {metadata.do_sample} too early or too late"
+                )
             for block in table[start // size : cdiv(start + chunk, size)].tolist():
                 if block in writer or block == NULL_BLOCK:  # I6
                     raise RuntimeError(f"{name} and {writer.get(block)} write block {block}")
                 writer[block] = name
                 # I4; the first block of a prompt that is yet to be shared is written by its leader alone
-                if scheduler.blocks.ref_count[block] > 1 and not _is_shared_after(scheduler, seq_id):
+                if scheduler.blocks.ref_count[block] > 1 and not _is_shared_after(
+                    scheduler, seq_id
+                ):
                     raise RuntimeError(f"{name} writes block {block}, which others name")
     if num_tokens != outputs.num_batched_tokens:  # I7
         raise RuntimeError(f"{num_tokens} tokens are fed, {outputs.num_batched_tokens} are counted")

@@ -29,8 +29,8 @@ from ..runtime.metadata import SamplerOutput
 from .admission import check_admissible, num_cross_blocks, peak_blocks
 from .block_manager import BlockManager, cdiv
 from .config import SchedulerConfig
-from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .invariants import check_invariants
+from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .stats import SchedulerStats, Totals
 from .step import Row, SchedulerOutputs, Step, create_metadata
 from .write_back import conclude_search, write_back
@@ -63,7 +63,9 @@ class Scheduler:
         if config.admission == "optimistic":
             self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._totals = Totals()
-        self._ahead = self._new_step()  # the next step; between steps it takes up swaps that are asked for
+        self._ahead = (
+            self._new_step()
+        )  # the next step; between steps it takes up swaps that are asked for
 
     # -- requests come and go
 
@@ -241,7 +243,9 @@ class Scheduler:
         if chunk > 0:
             self._place(group, seqs, chunk, step)
         else:
-            step.admits = False  # the budget, or the blocks, that newcomers took would be missed here
+            step.admits = (
+                False  # the budget, or the blocks, that newcomers took would be missed here
+            )
 
     def _chunk(self, group: SequenceGroup, num_seqs: int, step: Step, num_cached: int = 0) -> int:
         """Tokens to feed each sequence now: as many as the budget allows, or where they cannot be split all or none."""
@@ -273,7 +277,9 @@ class Scheduler:
             elif group.is_prefill and len(seqs) == 1 and self._fitting_chunk(group) > 0:
                 return min(chunk, self._fitting_chunk(group))
             else:
-                if len(self.running) == 1:  # the whole pool does not hold it: it ends with what it has
+                if (
+                    len(self.running) == 1
+                ):  # the whole pool does not hold it: it ends with what it has
                     self._outgrow(group, step)
                 return 0
         return chunk
@@ -352,9 +358,9 @@ class Scheduler:
         enter = self._resume if group.state is SequenceStatus.SWAPPED else self._admit
         if enter(group, step):
             return
-        if self.config.policy == "priority" and self.config.admission == "optimistic":
-            if self._clear_way(group, step) and enter(group, step):
-                return
+        may_preempt = self.config.policy == "priority" and self.config.admission == "optimistic"
+        if may_preempt and self._clear_way(group, step) and enter(group, step):
+            return
         step.admits = False
 
     def _has_adapter_place(self, group: SequenceGroup, step: Step) -> bool:
@@ -441,9 +447,8 @@ class Scheduler:
             return False
         if self._blocks_to_enter(group, step) > self.blocks.num_free_blocks:
             return False
-        if self.config.admission == "reserve":
-            if peak_blocks([*self.running, group], self.config) > self.blocks.num_blocks:
-                return False
+        if not self._is_reserved(group):
+            return False
         leader, size = group.live[0], self.config.block_size
         free = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
         free -= num_cross_blocks(group, self.config)
@@ -463,6 +468,12 @@ class Scheduler:
         self._enter(group, [leader], chunk, step)
         return True
 
+    def _is_reserved(self, group: SequenceGroup) -> bool:
+        """With admission "reserve": nobody will run out of blocks if the group comes in."""
+        if self.config.admission == "optimistic":
+            return True
+        return peak_blocks([*self.running, group], self.config) <= self.blocks.num_blocks
+
     def _resume(self, group: SequenceGroup, step: Step) -> bool:
         """Bring a swapped group back with all its blocks, or leave everything as it was."""
         seqs = group.active()
@@ -472,7 +483,9 @@ class Scheduler:
             return False
         needed = self._blocks_to_enter(group, step)
         if needed > self.blocks.num_free_blocks:
-            if not self.running:  # the whole pool does not hold it any more: it ends with what it has
+            if (
+                not self.running
+            ):  # the whole pool does not hold it any more: it ends with what it has
                 self._outgrow(group, step)
                 return True
             return False

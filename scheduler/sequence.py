@@ -12,7 +12,6 @@ import numpy as np
 from ..runtime.metadata import SequenceData
 from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 
-
 if TYPE_CHECKING:
     from .beam_search import Hypothesis
 

@@ -49,7 +49,9 @@ class Row:
     num_samples: int = 0  # tokens that come back for it, known once its snapshot is made
     num_candidates: int = 1
     published: list[int] = field(default_factory=list)
-    is_void: bool = False  # the group was preempted meanwhile: what the step draws for it is drawn again later
+    is_void: bool = (
+        False  # the group was preempted meanwhile: what the step draws for it is drawn again later
+    )
 
 
 @dataclass
@@ -68,7 +70,9 @@ class Step:
     admits: bool = True  # False once somebody found no room: those behind do not overtake
     awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
     snapshots: list[SequenceGroupMetadata] = field(default_factory=list)
-    fenced: list[int] = field(default_factory=list)  # blocks given up meanwhile, in use until the step is over
+    fenced: list[int] = field(
+        default_factory=list
+    )  # blocks given up meanwhile, in use until the step is over
 
     def has(self, group: SequenceGroup) -> bool:
         return any(row.group is group for row in self.rows)

@@ -175,4 +175,3 @@ def conclude_search(group: SequenceGroup) -> None:
         hypothesis.seq.index = index
     if ended:
         group.seqs = [hypothesis.seq for hypothesis in group.hypotheses]
-

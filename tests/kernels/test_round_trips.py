@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.kernels import block_copy, block_swap, cache_write, cpu, reference
-from octavo.runtime.kv_pool import KVLayout, KVPool
+from octavo.runtime.kv_pool import KVLayout, KVPool, LayerKV
 from octavo.tests.kernels.attending import DEVICE
 
 DTYPES = [
@@ -28,25 +28,40 @@ class Run:
     def __init__(self, implementation: str, draw: random.Random) -> None:
         self.draw, self.implementation = draw, implementation
         self.device = "cpu" if implementation == "cpu" else DEVICE
-        self.dtype, layout = draw.choice(DTYPES), draw.choice(list(KVLayout))
-        shape = (NUM_LAYERS, draw.choice([1, 4, 5]), draw.choice([1, 3]), draw.choice([8, 10]))
+        layout, size = draw.choice(list(KVLayout)), draw.choice([1, 4, 5])
+        layers = [self._any_layer() for _ in range(NUM_LAYERS)]
         pinned = self.device == "cuda"
-        self.pool = KVPool(NUM_BLOCKS, *shape, self.dtype, self.device, layout)
-        self.host = KVPool(NUM_HOST_BLOCKS, *shape, self.dtype, "cpu", layout, pin_memory=pinned)
-        self.mirror = KVPool(NUM_BLOCKS, *shape, self.dtype, "cpu", layout)
-        self.mirror_host = KVPool(NUM_HOST_BLOCKS, *shape, self.dtype, "cpu", layout)
+        self.pool = KVPool(NUM_BLOCKS, layers, size, self.device, layout)
+        self.host = KVPool(NUM_HOST_BLOCKS, layers, size, "cpu", layout, pin_memory=pinned)
+        self.mirror = KVPool(NUM_BLOCKS, layers, size, "cpu", layout)
+        self.mirror_host = KVPool(NUM_HOST_BLOCKS, layers, size, "cpu", layout)
+
+    def _any_layer(self) -> LayerKV:
+        dtype = self.draw.choice(DTYPES)
+        scales = dtype.itemsize == 1 and self.draw.random() < 0.5
+        return LayerKV(
+            self.draw.choice([1, 3]), self.draw.choice([8, 10]), dtype, scale_per_token_head=scales
+        )
 
     def write(self) -> None:
-        """New tokens to random slots of a layer, padding among them."""
-        layer, (num_blocks, block_size, heads, head_size) = (
-            self.draw.randrange(NUM_LAYERS),
-            self.pool.layer(0)[0].shape,
+        """New tokens to random slots of a layer, padding among them, and new scales if it keeps any."""
+        layer = self.draw.randrange(NUM_LAYERS)
+        dtype, (num_blocks, block_size, heads, head_size) = (
+            self.pool.layer(layer)[0].dtype,
+            self.pool.layer(layer)[0].shape,
         )
         tokens = self.draw.randint(1, 6)
         slots = torch.randperm(num_blocks * block_size)[:tokens]
         slots[torch.rand(len(slots)) < 0.2] = -1
-        plain = self.dtype if self.dtype.itemsize > 1 else torch.float32
+        plain = dtype if dtype.itemsize > 1 else torch.float32
         k, v = (torch.randn(len(slots), heads, head_size).mul(20).to(plain) for _ in range(2))
+        written = slots[slots >= 0]
+        scales = torch.rand(len(written), heads)
+        for pool in (self.pool, self.mirror):
+            for scale in pool.scales(layer):
+                if scale is not None:
+                    place = written.to(scale.device)
+                    scale[place // block_size, place % block_size] = scales.to(scale.device)
         op = cpu if self.implementation == "cpu" else cache_write
         op.reshape_and_cache(
             k.to(self.device), v.to(self.device), *self.pool.layer(layer), slots.to(self.device)
@@ -80,13 +95,13 @@ class Run:
         self._swap(self.pool.data, self.host.data, out)
         reference.swap_blocks(self.mirror.data, self.mirror_host.data, out)
         for pool in (self.pool, self.mirror):
-            pool.data.view(torch.uint8)[before] = 0x5A  # somebody else's, meanwhile
+            pool.data[before] = 0x5A  # somebody else's, meanwhile
         self._swap(self.host.data, self.pool.data, back)
         reference.swap_blocks(self.mirror_host.data, self.mirror.data, back)
 
     def check(self) -> None:
         for actual, expected in ((self.pool, self.mirror), (self.host, self.mirror_host)):
-            assert torch.equal(actual.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(actual.data.cpu(), expected.data)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])

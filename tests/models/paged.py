@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.models.layers import kv_layers
 from octavo.runtime.kv_pool import KVPool
 from octavo.runtime.launch_args import LaunchArgs
 
@@ -20,14 +21,8 @@ class PagedRun:
         widths = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
         order = 1 + torch.randperm(sum(widths), generator=torch.Generator().manual_seed(0))
         self.tables = order.split(widths)
-        self.pool = KVPool(
-            sum(widths) + 1,
-            config.num_hidden_layers,
-            BLOCK_SIZE,
-            config.num_key_value_heads,
-            config.head_dim,
-            next(model.parameters()).dtype,
-        )
+        layers = kv_layers(model, config, next(model.parameters()).dtype)
+        self.pool = KVPool(sum(widths) + 1, layers, BLOCK_SIZE)
 
     def step(self, chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
         """chunks: (sequence, tokens to feed), decodes first; a chunk of one token is a decode."""

@@ -15,7 +15,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from octavo.models import LlamaForCausalLM as OurLlama
 from octavo.models import load_model, resolve_model
+from octavo.models.layers import Attention, layer_windows, widest_window
+from octavo.runtime.kv_pool import KVPool, LayerKV
+from octavo.runtime.launch_args import LaunchArgs
 from octavo.tests.models.paged import PagedRun
 
 SIZES = dict(
@@ -35,6 +39,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+WINDOW = dict(use_sliding_window=True, sliding_window=5)
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=1000.0, factor=3.0)
 
@@ -49,6 +54,21 @@ CASES = {
     "mistral-window-5": (MistralForCausalLM, MistralConfig, dict(sliding_window=5)),
     "mistral-no-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2-windows-from-layer-1": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        WINDOW | dict(max_window_layers=1),
+    ),
+    "qwen2-window-in-the-middle": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        WINDOW | dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    ),
+    "qwen2-window-that-no-layer-has": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        WINDOW | dict(max_window_layers=9),
+    ),
 }
 
 
@@ -134,3 +154,48 @@ def test_packed_weights_are_the_same_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     for a, b in zip(plain.parameters(), packed.parameters(), strict=False):
         assert torch.equal(a, b.to_dense() if b.is_mkldnn else b)
+
+
+def test_layers_of_another_kind_are_refused() -> None:
+    config = Qwen2Config(**SIZES, layer_types=["full_attention"] * 2 + ["chunked_attention"])
+    with pytest.raises(ValueError, match=r"layer_types: .* got chunked_attention"):
+        OurLlama(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "widest"),
+    [
+        (MistralConfig(**SIZES, sliding_window=7), [7, 7, 7], 7),
+        (MistralConfig(**SIZES, sliding_window=None), [None] * 3, None),
+        (LlamaConfig(**SIZES), [None] * 3, None),
+        (Qwen2Config(**SIZES, **WINDOW, max_window_layers=0), [5, 5, 5], 5),
+        (Qwen2Config(**SIZES, **WINDOW, max_window_layers=2), [None, None, 5], None),
+        (Qwen2Config(**SIZES, **WINDOW, max_window_layers=3), [None] * 3, None),
+    ],
+)
+def test_blocks_are_freed_behind_a_window_only_if_all_layers_have_one(config, windows, widest):
+    assert layer_windows(config) == windows
+    assert widest_window(config) == widest
+
+
+def test_a_layer_may_read_what_an_earlier_one_wrote() -> None:
+    """Two layers over one K and V; only the first writes them, in a pool that keeps them once."""
+    pool = KVPool(3, [LayerKV(2, 8, torch.float32), 0], block_size=4)
+    args = LaunchArgs(
+        input_ids=torch.zeros(5, dtype=torch.int64),
+        positions=torch.arange(5),
+        slot_mapping=torch.tensor([8, 9, 10, 11, 4]),
+        query_start_loc=torch.tensor([0, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([5], dtype=torch.int32),
+        block_tables=torch.tensor([[2, 1]], dtype=torch.int32),
+        logits_indices=torch.tensor([4]),
+        num_decodes=0,
+        max_query_len=5,
+        max_seq_len=5,
+    )
+    first, second = (Attention(4, 2, 8, layer) for layer in (0, 1))
+    q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    expected = first(q, k, v, args, pool)
+    before = pool.data.clone()
+    assert torch.equal(second(q, None, None, args, pool), expected)
+    assert torch.equal(pool.data, before)

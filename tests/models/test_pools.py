@@ -8,12 +8,12 @@ from transformers import LlamaConfig, MistralConfig
 
 from octavo.models import pools
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runtime.kv_pool import KVPool
+from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.memory import measure_largest_step
 from octavo.scheduler import SchedulerConfig
 from octavo.tests.models.test_llama import SIZES
 
-SHAPE = (3, 4, 2, 8)  # layers, block size, KV heads, head size
+LAYERS = [LayerKV(2, 8, torch.float32)] * 3
 BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
 CONFIG = SchedulerConfig(
     num_gpu_blocks=1, block_size=4, max_num_seqs=5, max_num_batched_tokens=200, max_model_len=90
@@ -41,7 +41,7 @@ class Peak:
 )
 def test_the_largest_step_runs_through_a_model_and_writes_nothing(config) -> None:
     model = LlamaForCausalLM(config).eval()
-    pool = KVPool(2, *SHAPE, dtype=torch.float32)
+    pool = KVPool(2, LAYERS, 4)
     fed, asked = [], []
     model.model.register_forward_hook(lambda module, args, out: fed.append(out.shape))
     model.lm_head.register_forward_hook(lambda module, args, out: asked.append(out.shape))
@@ -56,8 +56,7 @@ def test_the_largest_step_runs_through_a_model_and_writes_nothing(config) -> Non
 def build(num_gpu_blocks, swap_space_gib=0.0):
     return pools.build_pools(
         LlamaForCausalLM(LlamaConfig(**SIZES)).eval(),
-        SHAPE,
-        torch.float32,
+        LAYERS,
         CPU,
         CONFIG,
         num_gpu_blocks,
@@ -94,14 +93,14 @@ def test_swap_space_becomes_a_host_pool() -> None:
 def test_on_a_gpu_the_pool_fits_beside_the_step() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.float16).eval()
-    shape = (3, 4, 2, 8)
+    layers = [LayerKV(2, 8, torch.float16)] * 3
     config = SchedulerConfig(
         num_gpu_blocks=1, block_size=4, max_num_seqs=10**4, max_num_batched_tokens=10**4,
         max_model_len=20_000,
     )  # fmt: skip
-    args = (model, shape, torch.float16, device, config, None)
+    args = (model, layers, device, config, None)
     pool, host = pools.build_pools(*args, 0.2, 0.01)
-    assert pool.num_blocks > 1 and pool.data.numel() * 2 < 0.2 * torch.cuda.mem_get_info()[1]
+    assert pool.num_blocks > 1 and pool.data.numel() < 0.2 * torch.cuda.mem_get_info()[1]
     assert host is not None and host.data.is_pinned()
     with pytest.raises(ValueError, match="gpu_memory_utilization: expected a share"):
         pools.build_pools(*args, 1e-4, 0)

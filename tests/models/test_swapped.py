@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runtime.kv_pool import KVLayout, KVPool
+from octavo.runtime.kv_pool import KVLayout, KVPool, LayerKV
 from octavo.runtime.metadata import SequenceData, SequenceGroupMetadata
 from octavo.runtime.params import SamplingParams
 from octavo.runtime.runner import ModelRunner
@@ -62,7 +62,7 @@ def test_two_sequences_take_turns_on_the_same_blocks(layout) -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     draw = random.Random(0)
     prompts = {name: [draw.randrange(199) for _ in range(6)] for name in "ab"}
-    shape = (3, BLOCK_SIZE, 2, 8, torch.float32, "cpu", layout)
+    shape = ([LayerKV(2, 8, torch.float32)] * 3, BLOCK_SIZE, "cpu", layout)
 
     def runner() -> ModelRunner:
         pool, host = KVPool(NUM_BLOCKS, *shape), KVPool(NUM_HOST_BLOCKS, *shape)

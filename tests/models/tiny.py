@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from octavo.models import load_model, resolve_model
+from octavo.models.layers import kv_layers
 from octavo.runtime.kv_pool import KVPool
 from octavo.runtime.runner import ModelRunner
 from octavo.scheduler import Engine, Scheduler, SchedulerConfig
@@ -50,7 +51,7 @@ class TinyModel:
             self.model, _ = load_model(resolve_model(directory), torch.float32, torch.device("cpu"))
 
     def engine(self, num_gpu_blocks: int = 200, block_size: int = 4, **config) -> Engine:
-        shape = (self.config.num_hidden_layers, block_size, self.config.num_key_value_heads, 8)
+        layers = kv_layers(self.model, self.config, torch.float32)
         scheduler_config = SchedulerConfig(
             num_gpu_blocks=num_gpu_blocks,
             block_size=block_size,
@@ -58,9 +59,9 @@ class TinyModel:
             sliding_window=self.window,
             **{"max_model_len": 256, **config},
         )
-        pool = KVPool(num_gpu_blocks + 1, *shape, dtype=torch.float32)
+        pool = KVPool(num_gpu_blocks + 1, layers, block_size)
         num_host = scheduler_config.num_cpu_blocks
-        host = KVPool(num_host + 1, *shape, dtype=torch.float32) if num_host else None
+        host = KVPool(num_host + 1, layers, block_size) if num_host else None
         runner = ModelRunner(self.model, pool, host, check=True)
         eos = frozenset([EOS])
         return Engine(Scheduler(scheduler_config), runner, eos_token_ids=eos, check=True)

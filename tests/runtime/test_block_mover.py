@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels.swap_costs import Crossover, SwapCosts
 from octavo.runtime.block_mover import BlockMover, Staging
-from octavo.runtime.kv_pool import KVPool
+from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.streams import HostEvent
 from octavo.tests.runtime.simulated_streams import SimulatedEvent, Simulation
 
@@ -19,17 +19,21 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 6
 def pools(device: str = "cpu", head_size: int = 1) -> tuple[KVPool, KVPool]:
     """The numbers in every block tell which it is."""
     pinned = device == "cuda"
-    pool = KVPool(NUM_BLOCKS, 1, 1, 1, head_size, torch.float32, device)
-    host = KVPool(NUM_HOST_BLOCKS, 1, 1, 1, head_size, torch.float32, pin_memory=pinned)
+    layers = [LayerKV(1, head_size, torch.float32)]
+    pool = KVPool(NUM_BLOCKS, layers, 1, device)
+    host = KVPool(NUM_HOST_BLOCKS, layers, 1, pin_memory=pinned)
     for some, first in ((pool, 0), (host, 100)):
-        some.data += first + torch.arange(some.num_blocks, device=some.data.device).view(
-            -1, 1, 1, 1, 1, 1
-        )
+        words(some)[:] = first + torch.arange(some.num_blocks, device=some.data.device)[:, None]
     return pool, host
 
 
+def words(pool: KVPool) -> torch.Tensor:
+    """float32 [blocks, words of a block]"""
+    return pool.data.view(torch.float32)
+
+
 def number(pool: KVPool, block: int) -> float:
-    return pool.data[block, 0, 0, 0, 0, 0].item()
+    return words(pool)[block, 0].item()
 
 
 class Run:
@@ -86,7 +90,7 @@ class Run:
         self.streams.compute.run(work)
 
     def write(self, block: int, value: float) -> None:
-        self.streams.compute.run(lambda: self.pool.data[block].fill_(value))
+        self.streams.compute.run(lambda: words(self.pool)[block].fill_(value))
 
     def finish(self) -> None:
         self.streams.advance()
@@ -325,9 +329,9 @@ def test_on_a_gpu_every_read_sees_its_own(kernel) -> None:
             expected[b] = there[a]
         for block in written:
             expected[block] = 1000.0 + step
-            pool.data[block] = expected[block]
+            words(pool)[block] = expected[block]
         for block in range(NUM_BLOCKS):
-            wrong += (pool.data[block] != expected[block]).sum()
+            wrong += (words(pool)[block] != expected[block]).sum()
     mover.synchronize()
     assert wrong.item() == 0
     assert [number(host, block) for block in range(NUM_HOST_BLOCKS)] == there

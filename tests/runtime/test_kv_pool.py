@@ -1,79 +1,148 @@
-"""Layers are views of one block-major tensor; block operations move whole blocks of all layers."""
+"""Layers are aligned views of one block-major tensor of bytes, whatever their geometry."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 
-from octavo import kernels
-from octavo.runtime.kv_pool import KVLayout, KVPool, block_bytes
+from octavo.runtime.kv_pool import KVLayout, KVPool, LayerKV, block_bytes
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+]
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))
-def test_layers_are_views_of_contiguous_blocks(layout):
-    pool = KVPool(
-        5,
-        num_layers=3,
-        block_size=4,
-        num_kv_heads=2,
-        head_size=8,
-        dtype=torch.float16,
-        layout=layout,
-    )
+def test_uniform_layers_fill_a_block_without_a_gap(layout):
+    layers = [LayerKV(2, 8, torch.float16)] * 3
+    pool = KVPool(5, layers, block_size=4, layout=layout)
     assert pool.num_blocks == 5
-    assert pool.block_bytes == block_bytes(3, 4, 2, 8, torch.float16) == 3 * 2 * 4 * 2 * 8 * 2
-    assert pool.data[1].is_contiguous()
+    assert pool.block_bytes == block_bytes(layers, 4) == 3 * 2 * 4 * 2 * 8 * 2
     for index in range(3):
         k_cache, v_cache = pool.layer(index)
         assert k_cache.shape == v_cache.shape == (5, 4, 2, 8)
-        assert k_cache.stride(-1) == 1
         k_cache[2, 3, 1, 7] = 10 + index
         v_cache[2, 3, 1, 7] = 20 + index
-    slot = pool.data[2] if layout is KVLayout.NHD else pool.data[2].transpose(2, 3)
+    inner = (4, 2, 8) if layout is KVLayout.NHD else (2, 4, 8)
+    block = pool.data[2].view(torch.float16).view(3, 2, *inner)
+    slot = block if layout is KVLayout.NHD else block.transpose(2, 3)
     assert slot[:, 0, 3, 1, 7].tolist() == [10, 11, 12]
     assert slot[:, 1, 3, 1, 7].tolist() == [20, 21, 22]
-    assert pool.data.count_nonzero() == 6
+    assert pool.data.view(torch.float16).count_nonzero() == 6
 
 
-def test_a_pool_needs_a_block_beside_the_null_block():
-    with pytest.raises(ValueError, match="num_blocks"):
-        KVPool(1, 1, 4, 1, 8, torch.float32)
+def test_a_block_by_hand():
+    """K of 192 and V of 128, then 8-bit layers with scales, one of them reading what the layer before it keeps."""
+    layers = [
+        LayerKV(1, 192, torch.bfloat16, head_size_v=128),
+        LayerKV(3, 5, torch.int8, scale_per_token_head=True),
+        1,
+    ]
+    pool = KVPool(2, layers, block_size=2)
+    #  K 0: 768 bytes, V 0: 512; K 1 and V 1: 30 of 32 each; scales: 24 of 32 each; padding to 1408
+    assert pool.block_bytes == block_bytes(layers, 2) == 1408
+    k_scale, v_scale = pool.scales(1)
+    parts = [*pool.layer(0), *pool.layer(1), k_scale, v_scale]
+    assert [part.data_ptr() - pool.data.data_ptr() for part in parts] == [
+        0, 768, 1280, 1312, 1344, 1376
+    ]  # fmt: skip
+    assert [list(part.shape) for part in parts] == [
+        [2, 2, 1, 192], [2, 2, 1, 128], [2, 2, 3, 5], [2, 2, 3, 5], [2, 2, 3], [2, 2, 3]
+    ]  # fmt: skip
+    assert pool.scales(0) == (None, None)
+    pool.layer(1)[0].fill_(7)
+    assert pool.layer(2)[0].unique().tolist() == [7]
+    assert pool.layer(2)[0].data_ptr() == pool.layer(1)[0].data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_layers_read_what_they_wrote_in_either_layout(dtype):
-    """B83: order of heads, tokens, K and V is the pool's alone, so self- and cross-attention cannot read it otherwise."""
-    results = []
-    k, v, q = torch.randn(10, 2, 8), torch.randn(10, 2, 8), torch.randn(1, 4, 8)
-    for layout in KVLayout:
-        pool = KVPool(5, 2, 4, 2, 8, dtype, layout=layout)
-        slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])  # blocks 3, 1, 4
-        for layer, sign in ((0, 1), (1, -1)):
-            kernels.reshape_and_cache(sign * k, v, *pool.layer(layer), slots)
-        results.append(
-            [
-                kernels.paged_attention(
-                    q,
-                    *pool.layer(layer),
-                    query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-                    seq_lens=torch.tensor([10], dtype=torch.int32),
-                    block_tables=torch.tensor([[3, 1, 4]], dtype=torch.int32),
-                    max_query_len=1,
-                    max_seq_len=10,
-                    causal=layer == 0,
-                )
-                for layer in (0, 1)
-            ]
+def random_layers(draw: random.Random) -> list[LayerKV | int]:
+    layers: list[LayerKV | int] = []
+    for index in range(draw.randint(1, 5)):
+        if index and draw.random() < 0.2:
+            layers.append(draw.randrange(index))
+            continue
+        dtype = draw.choice(DTYPES)
+        layers.append(
+            LayerKV(
+                draw.choice([1, 2, 3, 8]),
+                draw.choice([1, 33, 64, 80, 96, 128, 192]),
+                dtype,
+                draw.choice([None, 1, 80, 128]),
+                dtype.itemsize == 1 and draw.random() < 0.5,
+            )
         )
-        assert pool.data[[0, 2]].float().count_nonzero() == 0, "blocks that nobody wrote"
-    (nhd_self, nhd_cross), (hnd_self, hnd_cross) = results
-    assert torch.equal(nhd_self, hnd_self) and torch.equal(nhd_cross, hnd_cross)
-    rounded_k, rounded_v = k.to(dtype).float(), v.to(dtype).float()
-    for out, keys in ((nhd_self, rounded_k), (nhd_cross, -rounded_k)):
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            rounded_v.transpose(0, 1)[None],
-            enable_gqa=True,
-        )
-        torch.testing.assert_close(out, exact[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    return layers
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_geometry(seed):
+    """Parts are disjoint and aligned, strides are whole elements, and the size is known before it is allocated."""
+    draw = random.Random(seed)
+    layers, block_size = random_layers(draw), draw.choice([1, 5, 16, 256])
+    pool = KVPool(3, layers, block_size, layout=draw.choice(list(KVLayout)))
+    assert pool.data.shape == (3, block_bytes(layers, block_size)) and pool.data.is_contiguous()
+    assert pool.block_bytes % 128 == 0
+    used = 0
+    for index, layer in enumerate(layers):
+        own = layers[layer] if isinstance(layer, int) else layer
+        while isinstance(own, int):
+            own = layers[own]
+        k, v = pool.layer(index)
+        assert k.dtype == v.dtype == own.dtype
+        assert k.shape == (3, block_size, own.num_kv_heads, own.head_size)
+        assert v.shape == (*k.shape[:3], own.head_size_v or own.head_size)
+        scales = [scale for scale in pool.scales(index) if scale is not None]
+        assert len(scales) == 2 * own.scale_per_token_head
+        assert all(scale.shape == k.shape[:3] for scale in scales)
+        assert k.stride(-1) == v.stride(-1) == 1
+        assert all(scale.stride()[1:] == (1, block_size) for scale in scales)
+        for part in (k, v, *scales):
+            assert part.stride(0) * part.element_size() == pool.block_bytes
+            assert part.stride(0) % 16 == 0
+            for block in range(3):
+                assert (part[block].data_ptr() - pool.data.data_ptr()) % 16 == 0
+            if layer is own:
+                before = pool.data[1].clone()
+                size = part[1].numel() * part.element_size()
+                ones = torch.full((size,), 0xFF, dtype=torch.uint8).view(part.dtype)
+                part[1] = ones.view(part[1].shape)
+                changed = (pool.data[1] != before).sum()
+                assert changed == size, "nobody else's bytes"
+                used += int(changed)
+    assert pool.data[[0, 2]].count_nonzero() == 0
+    assert pool.data[1].count_nonzero() == used <= pool.block_bytes
+    assert pool.block_bytes - used < 128 + 15 * 4 * len(layers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, [LayerKV(1, 8, torch.float32)], 4), "num_blocks: expected the null block"),
+        ((2, [], 4), "layers: expected at least one"),
+        ((2, [LayerKV(1, 8, torch.float32)], 0), "block_size: expected 1 or more, got 0"),
+        ((2, [LayerKV(1, 8, torch.float32), 1], 4), "layers: .* got 1 for layer 1"),
+        ((2, [-1, LayerKV(1, 8, torch.float32)], 4), "layers: .* got -1 for layer 0"),
+    ],
+)
+def test_impossible_pools_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        KVPool(*arguments)
+
+
+@pytest.mark.parametrize("name", ["num_kv_heads", "head_size", "head_size_v"])
+def test_impossible_layers_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
+        LayerKV(**(dict(num_kv_heads=1, head_size=8, dtype=torch.float32) | {name: 0}))
+
+
+def test_only_quantised_layers_have_scales():
+    with pytest.raises(ValueError, match=r"scale_per_token_head: .*float16"):
+        LayerKV(1, 8, torch.float16, scale_per_token_head=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from octavo.runtime.kv_pool import KVPool
+from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.memory import (
     CudaMemoryMeter,
     cpu_pool_blocks,
@@ -144,7 +144,7 @@ LIMITS = {"max_num_batched_tokens": 600, "max_num_seqs": 8, "max_model_len": 512
 def test_the_run_measures_the_whole_step() -> None:
     model = CountingModel()
     model.take(5 * 10**6)  # loading took more, which does not count
-    pool = KVPool(2, 1, 4, 1, 8, torch.float32)
+    pool = KVPool(2, [LayerKV(1, 8, torch.float32)], 4)
     peak = measure_largest_step(model, pool, model, **LIMITS)
     assert peak == model.WEIGHTS + 600 * model.PER_TOKEN
     fitting = gpu_pool_blocks(
@@ -174,7 +174,7 @@ def test_a_gpu_holds_the_step_and_the_pool_it_was_measured_for() -> None:
     meter = CudaMemoryMeter(device)
     meter.restart_peak()
     before = meter.peak()
-    pool = KVPool(2, 1, 4, 1, 8, torch.float32, device)
+    pool = KVPool(2, [LayerKV(1, 8, torch.float32)], 4, device)
     peak = measure_largest_step(Model(), pool, meter, **LIMITS)
     assert 0 <= peak - before - (2**28 + 600 * 2**20) < 2**28
     meter.restart_peak()

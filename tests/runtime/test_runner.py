@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.runtime.kv_pool import KVPool
+from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.metadata import (
     MetadataError,
     SequenceData,
@@ -49,10 +49,9 @@ def snapshot(tokens, table, generation_id=0) -> SequenceGroupMetadata:
 
 @pytest.fixture
 def pools():
-    pool = KVPool(6, 1, 2, 1, 4, torch.float32)
-    host = KVPool(4, 1, 2, 1, 4, torch.float32)
-    pool.data[:] = torch.arange(6.0).view(6, 1, 1, 1, 1, 1)
-    host.data[:] = 100 + torch.arange(4.0).view(4, 1, 1, 1, 1, 1)
+    pool, host = (KVPool(blocks, [LayerKV(1, 4, torch.float32)], 2) for blocks in (6, 4))
+    pool.data[:] = torch.arange(6, dtype=torch.uint8)[:, None]
+    host.data[:] = 100 + torch.arange(4, dtype=torch.uint8)[:, None]
     return pool, host
 
 

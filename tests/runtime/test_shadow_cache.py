@@ -153,3 +153,102 @@ def test_tokens_that_change_are_hashed_again() -> None:
             wrong = [tokens[0] + 1, *tokens[1:], 1]
             more = [*table, 19] if len(tokens) % BLOCK_SIZE == 0 else table
             shadow.check_step([snapshot({0: (wrong, more)}, len(tokens), 1)])
+
+
+def crossing(ids, cross_table, encoder_is_cached=True, request="r", decoder=PROMPT, **row):
+    """A group of one sequence in blocks 1 and 2, with an encoder."""
+    computed = len(ids) if encoder_is_cached else 0
+    fields = dict(tokens=decoder, table=[1, 2], computed=len(decoder) - 1, chunk=1) | row
+    return snapshot(
+        {0: (fields["tokens"], fields["table"])},
+        fields["computed"],
+        fields["chunk"],
+        request,
+        encoder_seq_data=SequenceData(
+            np.array(ids, np.int32), np.zeros(0, np.int32), computed, 0.0, np.zeros(0)
+        ),
+        cross_block_table=np.array(cross_table, np.int32),
+    )
+
+
+SOURCE = [20, 21, 22, 23, 24]
+
+
+@pytest.fixture
+def translating() -> ShadowCache:
+    """Blocks 1 and 2 hold what a decoder made of its own tokens, 3 and 4 what it made of the encoder's."""
+    shadow = ShadowCache(BLOCK_SIZE, num_blocks=10, num_host_blocks=4)
+    shadow.check_step([crossing(SOURCE, [3, 4], False, computed=0, chunk=6)])
+    return shadow
+
+
+def test_decoding_over_an_encoder_passes(translating) -> None:
+    """By two sequences, after a round trip through the host, and by a group that shares an equal encoder."""
+    longer = [*PROMPT, 11]
+    translating.check_step([crossing(SOURCE, [3, 4], decoder=longer)])
+    translating.check_step([], blocks_to_swap_out=[(1, 0), (2, 1), (3, 2), (4, 3)])
+    translating.check_step(
+        [crossing(SOURCE, [8, 7], decoder=[*longer, 12], table=[5, 6])],
+        blocks_to_swap_in=[(0, 5), (1, 6), (2, 8), (3, 7)],
+    )
+    same = crossing(SOURCE, [8, 7], request="s", decoder=[1, 2], table=[9], computed=0, chunk=2)
+    translating.check_step([same])
+
+
+def test_reading_the_encoder_of_somebody_else(translating) -> None:
+    """The planted bug: a decode whose cross table is another request's."""
+    other = crossing(
+        [30, 31, 32, 33, 34], [5, 6], False, "other", table=[7, 8], computed=0, chunk=6
+    )
+    translating.check_step([other])
+    right = crossing(SOURCE, [3, 4], decoder=[*PROMPT, 11])
+    with pytest.raises(
+        MetadataError,
+        match=r"'r': cross_block_table: encoder: .* token 0 in block 5, offset 0, got something else \(5 of 5",
+    ) as raised:
+        translating.check_step([crossing(SOURCE, [5, 6], decoder=[*PROMPT, 11])])
+    assert raised.value.field == "cross_block_table"
+    with pytest.raises(MetadataError, match=r"token 0 in block 4, .* \(5 of 5"):
+        translating.check_step([crossing(SOURCE, [4, 3], decoder=[*PROMPT, 11])])
+    translating.check_step([right])
+
+
+def test_an_encoder_is_not_a_prefix(translating) -> None:
+    """Bidirectional: an input that only begins alike has other keys from the first token on."""
+    with pytest.raises(MetadataError, match=r"token 0 in block 3, .* \(4 of 4"):
+        translating.check_step(
+            [crossing(SOURCE[:4], [3], request="s", decoder=[1, 2], table=[9], computed=0, chunk=2)]
+        )
+
+
+def test_an_encoder_that_was_never_run(translating) -> None:
+    with pytest.raises(
+        MetadataError, match=r"encoder: .* token 4 in block 6, offset 0, got nothing"
+    ):
+        translating.check_step([crossing(SOURCE, [3, 6], decoder=[*PROMPT, 11])])
+    with pytest.raises(MetadataError, match="encoder: expected a block for token 4, got the null"):
+        translating.check_step([crossing(SOURCE, [3, 0], decoder=[*PROMPT, 11])])
+
+
+def test_cross_blocks_given_away(translating) -> None:
+    """Freed too early: the row's own new tokens, or another request's, land in the encoder's blocks."""
+    with pytest.raises(MetadataError, match=r"'r': cross_block_table: .* token 0 in block 3"):
+        translating.check_step(
+            [
+                crossing(SOURCE, [3, 4], decoder=[*PROMPT, 11]),
+                snapshot({0: ([40, 41, 42], [3])}, 0, 3, "thief"),
+            ]
+        )
+    with pytest.raises(MetadataError, match="got slot 16, which r writes too"):
+        translating.check_step(
+            [crossing(SOURCE, [3, 4], False, decoder=[*PROMPT, 1, 1, 1], table=[1, 2, 4])]
+        )
+
+
+def test_a_prefix_under_another_encoder_is_another_prefix(translating) -> None:
+    """What a decoder keeps of its own tokens depends on what it attended across to."""
+    other = [30, 31]
+    translating.check_step([crossing(other, [5], False, "o", table=[7], decoder=[5], computed=0)])
+    with pytest.raises(MetadataError, match=r"'o': block_tables: .* token 0 in block 1"):
+        translating.check_step([crossing(other, [5], request="o", decoder=[*PROMPT, 11])])
+    translating.check_step([crossing(SOURCE, [3, 4], request="o", decoder=[*PROMPT, 11])])

@@ -36,7 +36,9 @@ def next_token(digest: bytes, index: int) -> int:
 def candidates(digest: bytes, count: int, end_token: int | None = None) -> list[tuple[int, float]]:
     """(token, log probability) of the most likely next tokens, best first. Now and then `end_token` is among them."""
     raw = blake2b(b"candidates", digest_size=64, key=digest).digest()
-    tokens = list(dict.fromkeys(int.from_bytes(raw[i : i + 4], "little") % VOCAB for i in range(60)))
+    tokens = list(
+        dict.fromkeys(int.from_bytes(raw[i : i + 4], "little") % VOCAB for i in range(60))
+    )
     if end_token is not None and raw[63] < 80:
         tokens = [token for token in tokens if token != end_token]
         tokens.insert(raw[62] % 4, end_token)
@@ -53,7 +55,9 @@ class ShadowRunner:
         self.window = window
         self.slots: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
-        self.spans: dict[str, tuple[MultiModalSpan, ...]] = {}  # of each request, for the tests to set
+        self.spans: dict[
+            str, tuple[MultiModalSpan, ...]
+        ] = {}  # of each request, for the tests to set
         self.num_steps = 0
         self.num_tokens = 0
         self.num_moves = {"in": 0, "out": 0, "copy": 0}

@@ -59,9 +59,7 @@ class Ask:
         outputs = []
         for index in range(params.n):
             lora = self.kwargs.get("lora_request")
-            tokens = solo(
-                self.prompt, params.max_tokens, index, self.encoder, lora, self.spans
-            )
+            tokens = solo(self.prompt, params.max_tokens, index, self.encoder, lora, self.spans)
             if not params.ignore_eos and EOS in tokens:
                 tokens = tokens[: tokens.index(EOS) + 1]
             outputs.append(tokens)
@@ -107,9 +105,7 @@ def random_asks(rng: random.Random, config: SchedulerConfig) -> list[Ask]:
     return asks
 
 
-def random_spans(
-    rng: random.Random, prompt: list[int], budget: int
-) -> tuple[MultiModalSpan, ...]:
+def random_spans(rng: random.Random, prompt: list[int], budget: int) -> tuple[MultiModalSpan, ...]:
     """Images in the prompt, whose placeholders are all one token; few kinds, so that prefixes are shared."""
     spans, offset = [], 0
     while True:
@@ -169,7 +165,9 @@ class Disturber:
         running = [group.request_id for group in self.scheduler.running]
         if event == "fail before":
             raise OSError("the step failed before anything moved")
-        if event == "preempt" and running:  # between snapshot and launch: the launch must not happen
+        if (
+            event == "preempt" and running
+        ):  # between snapshot and launch: the launch must not happen
             self.scheduler.preempt(self.rng.choice(running))
         if event == "abort" and running:
             self.abort(self.rng.choice(running))
