@@ -16,7 +16,7 @@ class Harness:
         self.scheduler = Scheduler(
             SchedulerConfig(num_gpu_blocks=num_blocks, block_size=block_size, **config)
         )
-        self.runner = ShadowRunner(block_size)
+        self.runner = ShadowRunner(block_size, self.scheduler.config.sliding_window)
         self.engine = Engine(self.scheduler, self.runner, check=True)
         self.finished: dict[str, Request] = {}
 
@@ -28,10 +28,18 @@ class Harness:
     def num_used_blocks(self) -> int:
         return self.blocks.num_used_blocks
 
-    def add(self, request_id: str, prompt, max_tokens: int = 8, n: int = 1, **kwargs) -> Request:
-        return self.engine.add_request(
-            request_id, list(prompt), SamplingParams(n=n, max_tokens=max_tokens), **kwargs
-        )
+    def add(
+        self,
+        request_id: str,
+        prompt,
+        max_tokens: int = 8,
+        n: int = 1,
+        params: SamplingParams | None = None,
+        **kwargs,
+    ) -> Request:
+        params = params or SamplingParams(n=n, max_tokens=max_tokens)
+        self.runner.spans[request_id] = tuple(kwargs.get("multi_modal_spans", ()))
+        return self.engine.add_request(request_id, list(prompt), params, **kwargs)
 
     def step(self) -> list[Request]:
         changed = self.engine.step()
