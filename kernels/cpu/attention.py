@@ -183,7 +183,9 @@ def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int 
     # a table is four times as quick as the conversion
     blocks = _values(cache.dtype).index_select(0, bits.flatten().int()).view(bits.shape)
     if scale is not None:
-        blocks.transpose(heads_axis, 2).mul_(scale.view(-1, 1))
+        # of every slot and head: [blocks, block_size, Hkv, 1]
+        scale = (scale.index_select(0, ids) if scale.dim() == 3 else scale.view(-1)).unsqueeze(-1)
+        blocks.transpose(heads_axis, 2).mul_(scale)
     return blocks
 
 

@@ -85,6 +85,16 @@ def int8(shape: Shape, num_tokens: int) -> dict[str, Any]:
     return {**fp8(shape, num_tokens), **caches, "v_cache": caches["k_cache"]}
 
 
+def with_token_scales(batch_options: Callable[[Shape, int], dict[str, Any]]):
+    """These options with a scale for every token and head, in memory beside the blocks."""
+
+    def options(shape: Shape, num_tokens: int) -> dict[str, Any]:
+        k_scale, v_scale = _token_scales(shape)
+        return {**batch_options(shape, num_tokens), "k_scale": k_scale, "v_scale": v_scale}
+
+    return options
+
+
 def fp8_options(shape: Shape, num_tokens: int) -> dict[str, Any]:
     return {**fp8(shape, num_tokens), **all_options(shape, num_tokens)}
 
@@ -113,6 +123,9 @@ DECODES = {
     "int8": Batch(1, 1, int8),
     "fp8-options": Batch(64, 1, fp8_options),
     "int8-options": Batch(64, 1, int8_options),
+    "fp8-tokens": Batch(1, 1, with_token_scales(fp8)),
+    "int8-tokens": Batch(1, 1, with_token_scales(int8)),
+    "int8-tokens-options": Batch(64, 1, with_token_scales(int8_options)),
 }
 PREFILLS = {
     "plain": Batch(2, 32, no_options),
@@ -123,6 +136,9 @@ PREFILLS = {
     "int8": Batch(2, 32, int8),
     "fp8-options": Batch(2, 32, fp8_options),
     "int8-options": Batch(2, 32, int8_options),
+    "fp8-tokens": Batch(2, 32, with_token_scales(fp8)),
+    "int8-tokens": Batch(2, 32, with_token_scales(int8)),
+    "int8-tokens-options": Batch(2, 32, with_token_scales(int8_options)),
 }
 
 
@@ -326,6 +342,13 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _pool(shape: Shape) -> torch.Tensor:
     return _bf16(8, 2, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
+
+
+def _token_scales(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of every token and head, a part of each block as they are in a pool."""
+    scales = torch.empty(8, 2, 2, 1024)[:, 1, :, : BLOCK_SIZE * shape.num_kv_heads]
+    k_scale, v_scale = scales.unflatten(-1, (BLOCK_SIZE, shape.num_kv_heads)).unbind(1)
+    return k_scale, v_scale
 
 
 def _new_qkv(shape: Shape) -> tuple[torch.Tensor, ...]:
