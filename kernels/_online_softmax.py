@@ -21,7 +21,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # count: many small ones can outweigh a large one. The factor cancels in the output and is taken out of lse2.
 WEIGHT_BITS = tl.constexpr(15.0)
 WEIGHT_ONE = tl.constexpr(2.0**15)
-LEAST_UNIT = tl.constexpr(2.0**-120)
+# With scales of every token, a row's largest weight is brought to [2^14, 2^15) in fp16, if it is above this.
+LEAST_WEIGHT = tl.constexpr(2.0**-106)
 
 
 @triton.jit
@@ -193,8 +194,9 @@ def accumulate(acc, m, l, unit, scores, v, v_scales, MASKED: tl.constexpr):  # n
     if v_scales is not None:
         p *= v_scales[None, :]
         if v.dtype == tl.float16:
-            largest = tl.maximum(tl.max(p, axis=1) * 2.0**-14, unit * decay)
-            bits = tl.maximum(largest, LEAST_UNIT).to(tl.int32, bitcast=True) & 0x7F800000
+            largest = tl.maximum(tl.max(p, axis=1), unit * decay * 2.0**14)
+            bits = tl.maximum(largest, LEAST_WEIGHT).to(tl.int32, bitcast=True)
+            bits = (bits & 0x7F800000) - (14 << 23)
             inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
             p *= inverse[:, None]
             decay *= unit * inverse
@@ -216,7 +218,7 @@ def start_rows(
         l = tl.where(has_keys, WEIGHT_ONE, l)  # noqa: E741
     unit = tl.full([ROWS], 1.0, tl.float32)
     if (v_scales_ptr is not None) & (q.dtype == tl.float16):
-        unit *= LEAST_UNIT  # `accumulate` raises it
+        unit *= LEAST_WEIGHT * 2.0**-14  # `accumulate` raises it
     return tl.zeros([ROWS, DIM_V], tl.float32), m, l, unit
 
 

@@ -214,14 +214,17 @@ def plan_paged_prefill(
         64-lane wavefronts (gfx942)         128, 64                             32 to head size 64, else 16
 
     Warpgroup products read K and V from shared memory and need 64 rows a warpgroup; others hold them in registers,
-    which 64 tokens at a time overflow. On gfx942 the load pipeline is in registers too.
+    which 64 tokens at a time overflow. On gfx942 the load pipeline is in registers too. Tiles of bytes are small: where
+    registers are short a third one in flight takes fewer than two, for block ids then wait in shared memory as well.
     """
     small = head_size <= 128
     rows = 128 if small or (warpgroup_mma and not quantised) else 64
     tile_kv = 64 if warpgroup_mma and small and element_size <= 2 else 32
     if warp_size == 64 and head_size > 64:
         tile_kv = 16
-    num_stages = 1 if quantised and not (small or warpgroup_mma or warp_size == 64) else 2
+    num_stages = 2
+    if quantised and not (warpgroup_mma or warp_size == 64):
+        num_stages = 3 if small else 1
     return PrefillPlan(max(rows, triton.next_power_of_2(group)), tile_kv, 8, num_stages)
 
 

@@ -25,6 +25,11 @@ ATTENTION = [
     *(f"prefill-{shape}-{variant}" for shape in SHAPES for variant in ("plain", "options")),
     *(f"{kernel}-{shape}-fp8" for kernel in ("decode", "prefill") for shape in SHAPES),
     *(f"decode-{shape}-drafts" for shape in SHAPES),
+    *(
+        f"{kernel}-d128-{name}-tokens"
+        for kernel in ("decode", "prefill")
+        for name in ("fp8", "int8")
+    ),
     "decode-d128-int8",
     "decode-d64-int8-options",
     "decode-d256-fp8-options",
@@ -54,15 +59,25 @@ class Budgets:
 
 BUDGETS = {
     "default": Budgets(
-        per_token={"decode-d64-split": 15, "decode-d128-split": 22, "decode-d128-fp8": 30},
-        barriers={"decode-d64-split": 2, "decode-d128-split": 2, "decode-d256-split": 7},
+        per_token={
+            "decode-d64-split": 15,
+            "decode-d128-split": 22,
+            "decode-d128-fp8": 30,
+            "decode-d128-fp8-tokens": 30,
+            "decode-d128-int8-tokens": 41,
+        },
+        barriers={
+            "decode-d64-split": 2,
+            "decode-d128-split": 2,
+            "decode-d256-split": 7,
+            "decode-d128-fp8-tokens": 2,
+        },
         window=1.35,
         # of sm_100 outside the tile loops; of int8, ptxas takes 168 registers of the 255 it may
         spills={
             ("sm_100", "prefill-d256-plain"): 32,
             ("sm_90", "decode-d64-int8-options"): 80,
             ("sm_90", "decode-d256-drafts"): 8,
-            ("sm_80", "prefill-d128-int8-options"): 8,
         },
     ),
     "3.6": Budgets(
