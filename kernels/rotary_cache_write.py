@@ -2,8 +2,9 @@
 
     q = rotated(q) in place;   k_cache[slot] = rotated(k), v_cache[slot] = v as cached,   slot = slot_mapping[token] >= 0
 
-Rotation as in `rotary`. Program (token, 0) owns the token's query heads, program (token, 1) its key and value heads: two
-chains of loads that need not wait for each other. `k` is only read: after this op nobody needs it outside the cache.
+Rotation as in `rotary`. Program (token, 0) owns the token's key and value heads, program (token, i) part i - 1 of its query
+heads: chains of loads that need not wait for each other. `k` is only read: after this op nobody needs it outside the
+cache.
 
 Bytes moved: num_tokens * (2 * num_q_heads * rotary_size * element_size + 4 * rotary_size + 8)
              + num_slots * (num_kv_heads * (head_size + head_size_v) * (element_size + cache_element_size) + 4 * rotary_size + 16)
@@ -19,9 +20,9 @@ import triton
 import triton.language as tl
 
 from ._checks import check_key_value, check_rotary
-from ._quantise import as_cached, largest_bits, scale_of
+from ._quantise import as_cached, largest_bits, scale_of, scale_operands
 from .cache_write import reshape_and_cache, write_operands
-from .rotary import load_cos_sin, load_rotated, rotate_heads
+from .rotary import load_cos_sin, load_rotated, rotate_heads, store_rotated
 
 
 @triton.jit
@@ -67,14 +68,15 @@ def _rope_and_cache_kernel(
     HALF: tl.constexpr, HALF_DIM: tl.constexpr, REST_DIM: tl.constexpr, V_DIM: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens, 2)."""
+    """Grid (num_tokens, 1 + cdiv(num_q_heads, Q_HEADS))."""
     token = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
+    part = tl.program_id(1)
+    if part > 0:
         cos, sin = load_cos_sin(
             cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
         )
         rotate_heads(
-            q_ptr + token * q_stride_token, q_stride_head, num_q_heads, cos, sin,
+            q_ptr + token * q_stride_token, q_stride_head, (part - 1) * Q_HEADS, num_q_heads, cos, sin,
             HALF, HALF_DIM, Q_HEADS, IS_NEOX,
         )  # fmt: skip
     else:
@@ -101,7 +103,7 @@ def _rope_and_cache_kernel(
             cos, sin = load_cos_sin(
                 cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
             )
-            heads, first, second, a, b, mask = load_rotated(
+            a, b = load_rotated(
                 k_ptr, k_stride_head, num_kv_heads, cos, sin, HALF, HALF_DIM, KV_HEADS, IS_NEOX
             )
             if 2 * HALF < HEAD_SIZE:
@@ -117,25 +119,33 @@ def _rope_and_cache_kernel(
             k_scale = _head_scales(
                 k_scale_ptr, k_scale_stride_head, bits, num_kv_heads, k_cache_ptr, KV_HEADS
             )
-            row_ptr = k_cache_ptr + heads * k_cache_stride_head  # [KV_HEADS, 1]
-            tl.store(row_ptr + first, as_cached(a, k_scale, k_cache_ptr), mask=mask)
-            tl.store(row_ptr + second, as_cached(b, k_scale, k_cache_ptr), mask=mask)
+            store_rotated(
+                k_cache_ptr, k_cache_stride_head, num_kv_heads, a, b, k_scale,
+                HALF, HALF_DIM, KV_HEADS, IS_NEOX,
+            )  # fmt: skip
             if 2 * HALF < HEAD_SIZE:
-                tl.store(row_ptr + rest_dims, as_cached(rest, k_scale, k_cache_ptr), mask=rest_mask)
+                rest_ptr = k_cache_ptr + heads * k_cache_stride_head + rest_dims
+                tl.store(rest_ptr, as_cached(rest, k_scale, k_cache_ptr), mask=rest_mask)
 
 
 @dataclass(frozen=True)
 class RopeAndCachePlan:
     """Launch choices of one fused rotation and write."""
 
+    q_heads: int  # query heads of one program, a power of two
     num_warps: int
 
 
 def plan_rope_and_cache(*, num_q_heads: int, num_kv_heads: int, head_size: int) -> RopeAndCachePlan:
-    """A warp per 512 elements of the larger program: the queries of a token, or its keys and values."""
-    heads = max(triton.next_power_of_2(num_q_heads), 2 * triton.next_power_of_2(num_kv_heads))
-    elements = heads * triton.next_power_of_2(head_size)
-    return RopeAndCachePlan(num_warps=max(1, min(8, elements // 512)))
+    """A warp per 1024 elements of all keys, and parts of the queries as large: in either half of a head a lane then has 16
+    bytes, also of 64 lanes.
+    """
+    width = triton.next_power_of_2(head_size)
+    heads = max(triton.next_power_of_2(num_kv_heads), 1024 // width)
+    return RopeAndCachePlan(
+        q_heads=min(triton.next_power_of_2(num_q_heads), heads),
+        num_warps=max(1, min(8, heads * width // 1024)),
+    )
 
 
 def rope_and_cache(
@@ -172,9 +182,10 @@ def rope_and_cache(
         plan = plan_rope_and_cache(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_size=head_size
         )
-    _rope_and_cache_kernel[(num_tokens, 2)](
+    _rope_and_cache_kernel[(num_tokens, 1 + triton.cdiv(num_q_heads, plan.q_heads))](
         q_ptr=q,
-        **write_operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale),
+        **write_operands(k, v, k_cache, v_cache, slot_mapping),
+        **scale_operands(k_scale, v_scale),
         positions_ptr=positions,
         cos_sin_ptr=cos_sin,
         num_q_heads=num_q_heads,
@@ -185,7 +196,7 @@ def rope_and_cache(
         HALF_DIM=triton.next_power_of_2(rotary_size // 2),
         REST_DIM=triton.next_power_of_2(max(1, head_size - rotary_size)),
         V_DIM=triton.next_power_of_2(head_size_v),
-        Q_HEADS=triton.next_power_of_2(num_q_heads),
+        Q_HEADS=plan.q_heads,
         KV_HEADS=triton.next_power_of_2(num_kv_heads),
         IS_NEOX=is_neox,
         num_warps=plan.num_warps,

@@ -231,6 +231,7 @@ def _reshape_and_cache(shape: Shape) -> None:
     for dtype in (torch.uint8, torch.int8):  # e4m3 by its bits compiles for every target
         caches = pool.to(dtype)[:, 1, 0], pool.to(dtype)[:, 1, 1]
         reshape_and_cache(k, v, *caches, torch.arange(32), scale, scale)
+    reshape_and_cache(k, v, *caches, torch.arange(32), *_token_scales(shape))
 
 
 def _merge_attention_states(shape: Shape) -> None:
@@ -256,6 +257,9 @@ def _rope_and_cache(shape: Shape) -> None:
         rope_and_cache(
             positions, q, k, v, cos_sin, pool[:, 1, 0], pool[:, 1, 1], positions, is_neox
         )
+    caches = pool.char()[:, 1, 0], pool.char()[:, 1, 1]
+    cos_sin = torch.empty(4096, shape.head_size)
+    rope_and_cache(positions, q, k, v, cos_sin, *caches, positions, True, *_token_scales(shape))
 
 
 def _lora(shape: Shape) -> None:
