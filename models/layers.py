@@ -92,7 +92,8 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T]; one is shared by all layers.
+    """Rotates q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T]; one is shared by all layers. `Attention`
+    takes one to rotate on the way to the cache.
 
     config  gives head_dim, max_position_embeddings and rope_parameters, see `rotary`
     """
@@ -109,6 +110,9 @@ class RotaryEmbedding(nn.Module):
 
 class Attention(nn.Module):
     """Writes k and v [T, Hkv, D] to their slots and attends q [T, Hq, D] over the paged cache -> [T, Hq, D].
+
+    With `rotary`, q (in place) and what is cached of k are rotated by their positions before, in the same pass over memory
+    as the write; k itself stays as it is.
 
     layer    index of the layer's K and V in the pool
     scale    of the scores, head_dim ** -0.5 by default
@@ -136,9 +140,22 @@ class Attention(nn.Module):
         self.window = window
         self.softcap = softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LaunchArgs, kv: KVPool) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        args: LaunchArgs,
+        kv: KVPool,
+        rotary: RotaryEmbedding | None = None,
+    ) -> Tensor:
         k_cache, v_cache = kv.layer(self.layer)
-        kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
+        slots = args.slot_mapping
+        if rotary is None:
+            kernels.reshape_and_cache(k, v, k_cache, v_cache, slots)
+        else:
+            cos_sin = rotary.cos_sin
+            kernels.rope_and_cache(args.positions, q, k, v, cos_sin, k_cache, v_cache, slots)
         out = kernels.paged_attention(
             q,
             k_cache,

@@ -324,6 +324,17 @@ def _cascade_attention(shape: Shape) -> None:
     )
 
 
+# Kernels that do not load and store 16 bytes a lane, and why; all others with no tiles of KV do.
+NARROW = {
+    "_lora_shrink_kernel": "stores end at the adapter's rank, which the device alone knows",
+    "_lora_expand_kernel": "loads end at the adapter's rank, which the device alone knows",
+    "_apply_penalties_kernel": "touches the tokens that have occurred",
+    "_apply_top_k_top_p_min_p_kernel": "stores to the tokens that it drops",
+    "_sample_kernel": "stores one token id a row",
+    "_query_positions_kernel": "stores one number a token",
+    "_merge_splits_kernel": "stores one row of one head",
+}
+
 LAYERS = {
     "cascade_attention": _cascade_attention,
     "rms_norm": _rms_norm,
