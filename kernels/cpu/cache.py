@@ -22,6 +22,18 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
 ) -> None:
     check_key_value(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write_checked(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def write_checked(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     block_size = k_cache.shape[1]
     num_slots = slot_mapping.shape[0]
     slots = slot_mapping.numpy()
@@ -40,7 +52,7 @@ def reshape_and_cache(
             # by its bits: indexing does not know the small formats
             cache.view(torch.uint8)[blocks, offsets] = _as_cached(x, scale, cache.dtype)
         else:
-            cache[blocks, offsets] = x
+            cache[blocks, offsets] = x.to(cache.dtype)
 
 
 def _row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
