@@ -21,6 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # count: many small ones can outweigh a large one. The factor cancels in the output and is taken out of lse2.
 WEIGHT_BITS = tl.constexpr(15.0)
 WEIGHT_ONE = tl.constexpr(2.0**15)
+LARGEST_SINK = tl.constexpr(3e38)
 # With scales of every token, a row's largest weight is brought to [2^14, 2^15) in fp16, if it is above this.
 LEAST_WEIGHT = tl.constexpr(2.0**-106)
 
@@ -214,6 +215,7 @@ def start_rows(
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        sink = tl.where(sink == float("inf"), LARGEST_SINK, sink)  # inf - inf would be NaN
         m = tl.where(has_keys, sink, m)
         l = tl.where(has_keys, WEIGHT_ONE, l)  # noqa: E741
     unit = tl.full([ROWS], 1.0, tl.float32)

@@ -1,7 +1,9 @@
 """Attention of a few new tokens per sequence over its paged K and V, with the KV split over programs.
 
     out[t, h] = sum_j softmax_j(score(q[t, h], k[j])) * v[j],   j over the tokens visible to t
-    score     = softcap(scale * k_scale_g * q.k) + slope_h * (j - position of t),   v[j] = v_scale_g * stored number
+    score     = softcap(scale * k_scale * q.k) + slope_h * (j - position of t),   v[j] = v_scale * stored number
+
+with scales of the KV head, or of token j and the KV head.
 
 Program (s, g, p) owns split p of sequence s for KV head g, all its new tokens (one in plain decoding, up to 16 when
 drafts are verified) and all query heads that share the KV head: they are the rows of one matrix product, so K and V are

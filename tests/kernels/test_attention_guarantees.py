@@ -294,6 +294,19 @@ def test_many_small_weights_outweigh_a_large_one_in_fp16(attend) -> None:
 # ---------------------------------------------------------------- which kernel, which rows
 
 
+@pytest.mark.parametrize("query_lens", [[1, 1], [1] * 6, [40, 3]], ids=str)
+def test_infinite_sinks_take_all_weight_or_none(attend, query_lens) -> None:
+    batch = Batch([70, 50, 40, 30, 20, 10][: len(query_lens)], query_lens, num_q_heads=2)
+    batch.num_decodes = 0 if 40 in query_lens else len(query_lens)
+    plain, plain_lse = attend(batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        batch.options["sinks"] = torch.tensor([math.inf, -math.inf], dtype=dtype)
+        out, lse = attend(batch)
+        assert not out[:, 0].any() and (lse[:, 0] > 1e38).all()
+        torch.testing.assert_close(out[:, 1], plain[:, 1])
+        torch.testing.assert_close(lse[:, 1], plain_lse[:, 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_len", [1, 40])
 @pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
