@@ -15,7 +15,8 @@ import octavo.kernels
 import octavo.kernels.report
 from octavo.__main__ import app
 from octavo.kernels.report import measure, select_cases
-from octavo.kernels.report.cases import CASES, LAYERS, NARROW, SHAPES
+from octavo.kernels.report.cases import CASES, LAYERS, SHAPES
+from octavo.kernels.report.layer_cases import NARROW
 from octavo.kernels.report.machine_code import MachineCode
 from octavo.kernels.report.occupancy import MACHINES
 from octavo.kernels.report.table import Row
