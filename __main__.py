@@ -49,7 +49,10 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Ask through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto (the model's), fp8 or fp8_e5m2.")
+        str,
+        typer.Option(
+            help="auto (the model's), fp8, fp8_e5m2, fp8_per_token_head or int8_per_token_head."
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     num_gpu_blocks: Annotated[

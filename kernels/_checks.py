@@ -125,7 +125,7 @@ def check_attention(
         raise ValueError(
             f"q: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads} heads"
         )
-    check_scales(dtype, num_kv_heads, device, k_scale=k_scale, v_scale=v_scale)
+    check_scales(k_cache, device, k_scale, v_scale)
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device)
     check_last_axis_contiguous("seq_lens", seq_lens)
     num_seqs = seq_lens.shape[0]
@@ -167,15 +167,26 @@ def check_attention(
 
 
 def check_scales(
-    dtype: torch.dtype, num_kv_heads: int, device: torch.device, **scales: torch.Tensor | None
+    k_cache: torch.Tensor,
+    device: torch.device,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
-    """Check the scales of a cache: only quantised ones have any, one number or one per KV head."""
-    for name, scale in scales.items():
+    """Check the scales of a cache: only quantised ones have any, one number, or one per KV head, or for both K and V a
+    scale cache with one per slot and head.
+    """
+    by_slot = [scale is not None and scale.dim() == 3 for scale in (k_scale, v_scale)]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
+            if any(by_slot):
+                shape = list(k_cache.shape[:3])
+                raise ValueError(f"{name}: expected float32 {shape} like the other scale, got None")
             continue
-        if dtype not in QUANTISED_DTYPES:
+        if k_cache.dtype not in QUANTISED_DTYPES:
             raise ValueError(f"{name}: expected None with a cache that is not quantised, got one")
-        shape = () if scale.dim() == 0 else (1,) if scale.shape == (1,) else (num_kv_heads,)
+        shape = () if scale.dim() == 0 else (1,) if scale.shape == (1,) else (k_cache.shape[2],)
+        if any(by_slot):
+            shape = tuple(k_cache.shape[:3])
         check_tensor(name, scale, shape=shape, dtype=torch.float32, device=device)
 
 
@@ -235,7 +246,7 @@ def check_key_value(
         dtype=dtype,
         device=device,
     )
-    check_scales(dtype, heads, device, k_scale=k_scale, v_scale=v_scale)
+    check_scales(k_cache, device, k_scale, v_scale)
     check_tensor("slot_mapping", slot_mapping, shape=(None,), dtype=torch.int64, device=device)
     check_last_axis_contiguous("slot_mapping", slot_mapping)
     if slot_mapping.shape[0] > k.shape[0]:

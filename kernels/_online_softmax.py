@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._quantise import addressable, scale_stride
+from ._quantise import addressable, scale_operands
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -21,6 +21,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # count: many small ones can outweigh a large one. The factor cancels in the output and is taken out of lse2.
 WEIGHT_BITS = tl.constexpr(15.0)
 WEIGHT_ONE = tl.constexpr(2.0**15)
+LARGEST_SINK = tl.constexpr(3e38)
+# With scales of every token, a row's largest weight is brought to [2^14, 2^15) in fp16, if it is above this.
+LEAST_WEIGHT = tl.constexpr(2.0**-106)
 
 
 @triton.jit
@@ -76,14 +79,38 @@ def gather_slots(
 
 
 @triton.jit
-def load_scale(scale_ptr, kv_head, scale_stride, cache_ptr):
-    """What a stored number of the cache is to be multiplied by, and a constant of the decoding with it."""
+def load_scale(scale_ptr, kv_head, stride_block, stride_head, cache_ptr):
+    """What all stored numbers of a head are to be multiplied by, and a constant of the decoding with it."""
     scale = 1.0
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + kv_head * scale_stride)
+    if (scale_ptr is not None) & (
+        stride_block is None
+    ):  # else every token has its own: `load_scales`
+        scale = tl.load(scale_ptr + kv_head * stride_head)
     if cache_ptr.dtype.element_ty == tl.uint8:
         scale *= 256.0  # see `dequantised`
     return scale
+
+
+@triton.jit
+def scales_of_head(scale_ptr, kv_head, stride_block, stride_head):
+    """Where a head's scales of all tokens begin, or None: see `load_scale`."""
+    scales_ptr = None
+    if stride_block is not None:
+        scales_ptr = scale_ptr + kv_head * stride_head
+    return scales_ptr
+
+
+@triton.jit
+def load_scales(scales_ptr, block_ids, offsets, stride_block, stride_slot, in_range, MASKED: tl.constexpr):  # fmt: skip
+    """The scales of one head's tokens, [TILE_KV], or None; those out of range are 0 and not read."""
+    scales = None
+    if scales_ptr is not None:
+        scales_ptr += block_ids * stride_block + offsets * stride_slot
+        if MASKED:
+            scales = tl.load(scales_ptr, mask=in_range, other=0.0)
+        else:
+            scales = tl.load(scales_ptr)
+    return scales
 
 
 @triton.jit
@@ -123,13 +150,15 @@ def dequantised(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def base2_scores(q, k, scale, softcap, slopes, distance):
+def base2_scores(q, k, k_scales, scale, softcap, slopes, distance):
     """Scores of one tile, [ROWS, TILE_KV], in base-2 units: scale, then soft cap, then ALiBi.
 
-    `scale` is a scalar or [ROWS, 1]; `slopes` [ROWS, 1] and `softcap` may be None; `distance` is key position minus
-    query position.
+    `scale` is a scalar or [ROWS, 1]; `k_scales` [TILE_KV], `slopes` [ROWS, 1] and `softcap` may be None; `distance` is
+    key position minus query position.
     """
     dots = tl.dot(q, k, input_precision="ieee")
+    if k_scales is not None:
+        dots *= k_scales[None, :]
     if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp overflows to inf or underflows to 0
         x = dots * (scale / softcap)
@@ -148,8 +177,13 @@ def base2_scores(q, k, scale, softcap, slopes, distance):
 
 
 @triton.jit
-def accumulate(acc, m, l, scores, v, MASKED: tl.constexpr):  # noqa: E741 (l is the field's name for the sum)
-    """One step of the running softmax. With MASKED, rows may be -inf throughout; they keep m = -inf and l = 0."""
+def accumulate(acc, m, l, unit, scores, v, v_scales, MASKED: tl.constexpr):  # noqa: E741 (l is the field's name for the sum)
+    """One step of the running softmax. With MASKED, rows may be -inf throughout; they keep m = -inf and l = 0.
+
+    With scales of every token, `v_scales` [TILE_KV], the weights of the values are p * v_scale, of any magnitude. For a
+    product in fp16 they are divided by a row's `unit`, a power of two that brings the largest so far below 2^15, and acc
+    counts in that unit.
+    """
     m_new = tl.maximum(m, tl.max(scores, axis=1))
     if MASKED:
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
@@ -158,36 +192,53 @@ def accumulate(acc, m, l, scores, v, MASKED: tl.constexpr):  # noqa: E741 (l is 
     p = tl.exp2(scores - (pivot - WEIGHT_BITS)[:, None])
     decay = tl.exp2(m - pivot)
     l = l * decay + tl.sum(p, axis=1)  # noqa: E741
+    if v_scales is not None:
+        p *= v_scales[None, :]
+        if v.dtype == tl.float16:
+            largest = tl.maximum(tl.max(p, axis=1), unit * decay * 2.0**14)
+            bits = tl.maximum(largest, LEAST_WEIGHT).to(tl.int32, bitcast=True)
+            bits = (bits & 0x7F800000) - (14 << 23)
+            inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+            p *= inverse[:, None]
+            decay *= unit * inverse
+            unit = bits.to(tl.float32, bitcast=True)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, m_new, l
+    return acc, m_new, l, unit
 
 
 @triton.jit
-def start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS: tl.constexpr, DIM_V: tl.constexpr):
-    """(acc, m, l) before any key. A sink is one more key with no value, for rows that have others."""
+def start_rows(
+    q, v_scales_ptr, sinks_ptr, heads, row_mask, has_keys, ROWS: tl.constexpr, DIM_V: tl.constexpr
+):  # fmt: skip
+    """(acc, m, l, unit) before any key. A sink is one more key with no value, for rows that have others."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        sink = tl.where(sink == float("inf"), LARGEST_SINK, sink)  # inf - inf would be NaN
         m = tl.where(has_keys, sink, m)
         l = tl.where(has_keys, WEIGHT_ONE, l)  # noqa: E741
-    return tl.zeros([ROWS, DIM_V], tl.float32), m, l
+    unit = tl.full([ROWS], 1.0, tl.float32)
+    if (v_scales_ptr is not None) & (q.dtype == tl.float16):
+        unit *= LEAST_WEIGHT * 2.0**-14  # `accumulate` raises it
+    return tl.zeros([ROWS, DIM_V], tl.float32), m, l, unit
 
 
 @triton.jit
-def finish(acc, m, l, v_scale):  # noqa: E741
+def finish(acc, m, l, unit, v_scale):  # noqa: E741
     """Normalised output (0 for rows that saw nothing) and lse2 (-inf for them)."""
     empty = l == 0.0  # not `l > 0`: a NaN in K must stay visible in the output
     divisor = tl.where(empty, 1.0, l)
-    out = acc * (v_scale / divisor)[:, None]
+    out = acc * (unit * v_scale / divisor)[:, None]
     lse2 = tl.where(empty, float("-inf"), m + (tl.log2(divisor) - WEIGHT_BITS))
     return out, lse2
 
 
 @triton.jit
 def attend_tiles(
-    acc, m, l, q, row_first, row_stop, row_positions, start, stop, seen_from, seen_to, context_len,  # noqa: E741
+    acc, m, l, unit, q, row_first, row_stop, row_positions, start, stop, seen_from, seen_to, context_len,  # noqa: E741
     k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+    k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
     scale, softcap, slopes, tree_rows,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, TILE_KV: tl.constexpr, MASKED: tl.constexpr,
@@ -219,10 +270,18 @@ def attend_tiles(
         v = tl.load(
             v_ptr + v_slots[:, None] + dims_v[None, :], mask=v_mask, other=0.0
         )  # [TILE_KV, DIM_V]
+        k_scales = load_scales(
+            k_scales_ptr, block_ids, offsets, k_scale_stride_block, k_scale_stride_slot, in_range, MASKED
+        )  # fmt: skip
+        v_scales = load_scales(
+            v_scales_ptr, block_ids, offsets, v_scale_stride_block, v_scale_stride_slot, in_range, MASKED
+        )  # fmt: skip
         distance = None
         if slopes is not None:
             distance = positions[None, :] - row_positions  # [ROWS, TILE_KV]
-        scores = base2_scores(q, dequantised(k, q.dtype), scale, softcap, slopes, distance)
+        scores = base2_scores(
+            q, dequantised(k, q.dtype), k_scales, scale, softcap, slopes, distance
+        )
         if MASKED:
             visible = in_range[None, :]
             if row_first is not None:
@@ -235,8 +294,10 @@ def attend_tiles(
                 tree = tl.load(tree_rows[:, None] + column[None, :], mask=is_new[None, :], other=1)
                 visible = visible & (tree != 0)
             scores = tl.where(visible, scores, float("-inf"))
-        acc, m, l = accumulate(acc, m, l, scores, dequantised(v, q.dtype), MASKED)  # noqa: E741
-    return acc, m, l
+        acc, m, l, unit = accumulate(  # noqa: E741
+            acc, m, l, unit, scores, dequantised(v, q.dtype), v_scales, MASKED
+        )
+    return acc, m, l, unit
 
 
 def padded(size: int) -> int:
@@ -256,12 +317,14 @@ def paged_operands(
     """The launch arguments that both kernels take of their checked operands."""
     _, block_size, num_kv_heads, head_size_v = v_cache.shape
     k_cache, v_cache = addressable(k_cache, v_cache)
+    slot_strides = [
+        x.stride(1) for x in (k_cache, v_cache, k_scale, v_scale) if x is not None and x.dim() >= 3
+    ]
     return {
         "q_ptr": q,
         "k_ptr": k_cache,
         "v_ptr": v_cache,
-        "k_scale_ptr": k_scale,
-        "v_scale_ptr": v_scale,
+        **scale_operands(k_scale, v_scale),
         "ranges_ptr": prefix_lm_ranges,
         "num_ranges": 0 if prefix_lm_ranges is None else prefix_lm_ranges.shape[1],
         "block_tables_ptr": block_tables,
@@ -273,14 +336,12 @@ def paged_operands(
         "v_stride_block": v_cache.stride(0),
         "v_stride_slot": v_cache.stride(1),
         "v_stride_head": v_cache.stride(2),
-        "k_scale_stride": scale_stride(k_scale),
-        "v_scale_stride": scale_stride(v_scale),
         "table_stride_seq": block_tables.stride(0),
         "HEAD_SIZE": q.shape[2],
         "HEAD_SIZE_V": head_size_v,
         "DIM": padded(q.shape[2]),
         "DIM_V": padded(head_size_v),
         "BLOCK_SIZE": block_size,
-        "WIDE_SLOTS": block_size * max(k_cache.stride(1), v_cache.stride(1)) >= 2**31,
+        "WIDE_SLOTS": block_size * max(slot_strides) >= 2**31,
         "GROUP": q.shape[1] // num_kv_heads,
     }

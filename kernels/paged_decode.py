@@ -1,7 +1,9 @@
 """Attention of a few new tokens per sequence over its paged K and V, with the KV split over programs.
 
     out[t, h] = sum_j softmax_j(score(q[t, h], k[j])) * v[j],   j over the tokens visible to t
-    score     = softcap(scale * k_scale_g * q.k) + slope_h * (j - position of t),   v[j] = v_scale_g * stored number
+    score     = softcap(scale * k_scale * q.k) + slope_h * (j - position of t),   v[j] = v_scale * stored number
+
+with scales of the KV head, or of token j and the KV head.
 
 Program (s, g, p) owns split p of sequence s for KV head g, all its new tokens (one in plain decoding, up to 16 when
 drafts are verified) and all query heads that share the KV head: they are the rows of one matrix product, so K and V are
@@ -33,6 +35,7 @@ from ._online_softmax import (
     padded,
     paged_operands,
     scaled_queries,
+    scales_of_head,
     start_rows,
     visible_interval,
 )
@@ -56,7 +59,7 @@ def _sees_any(tree_rows, firsts, stops, context_len):
         "kv_start", "num_ranges", "lse_stride_token", "lse_stride_head", "table_stride_seq", "tree_stride_token",
     ],
     do_not_specialize_on_alignment=[
-        "lse_ptr", "tree_mask_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
+        "lse_ptr", "k_scale_ptr", "v_scale_ptr", "tree_mask_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
         "query_positions_ptr", "query_firsts_ptr",
     ],
 )  # fmt: skip
@@ -68,7 +71,8 @@ def _paged_decode_kernel(
     out_stride_token, out_stride_head, out_stride_split, lse_stride_token, lse_stride_head,
     q_stride_token, q_stride_head,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
-    k_scale_stride, v_scale_stride, table_stride_seq, tree_stride_token,
+    k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
+    v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head, table_stride_seq, tree_stride_token,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, TILE_KV: tl.constexpr,
@@ -170,8 +174,10 @@ def _paged_decode_kernel(
     q_mask = row_mask[:, None] & (dims[None, :] < HEAD_SIZE)
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)  # [ROWS, DIM]
     q, factor = scaled_queries(q, k_ptr)
-    scale *= load_scale(k_scale_ptr, kv_head, k_scale_stride, k_ptr) * factor
-    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride, v_ptr)
+    scale *= (
+        load_scale(k_scale_ptr, kv_head, k_scale_stride_block, k_scale_stride_head, k_ptr) * factor
+    )
+    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride_block, v_scale_stride_head, v_ptr)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
@@ -191,7 +197,11 @@ def _paged_decode_kernel(
         has_keys = (split == 0) & (lows < highs)
         if tree_mask_ptr is not None:
             has_keys = has_keys & _sees_any(tree_rows, lows, highs, context_len)
-    acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
+    k_scales_ptr = scales_of_head(k_scale_ptr, kv_head, k_scale_stride_block, k_scale_stride_head)
+    v_scales_ptr = scales_of_head(v_scale_ptr, kv_head, v_scale_stride_block, v_scale_stride_head)
+    acc, m, l, unit = start_rows(  # noqa: E741
+        q, v_scales_ptr, sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V
+    )
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + seq * table_stride_seq
@@ -201,29 +211,32 @@ def _paged_decode_kernel(
         | (kv_start is not None)
         | (query_firsts_ptr is not None)
     ):
-        acc, m, l = attend_tiles(  # noqa: E741
-            acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        acc, m, l, unit = attend_tiles(  # noqa: E741
+            acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
             start, tl.minimum(bulk_start, stop), seen_from, seen_to, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+            k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
             scale, softcap, slopes, tree_rows,
             HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
         )  # fmt: skip
-    acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+    acc, m, l, unit = attend_tiles(  # noqa: E741
+        acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
         bulk_start, bulk_stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
         scale, softcap, slopes, tree_rows,
         HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=False,
     )  # fmt: skip
-    acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+    acc, m, l, unit = attend_tiles(  # noqa: E741
+        acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
         bulk_stop, stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
         scale, softcap, slopes, tree_rows,
         HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
     )  # fmt: skip
 
-    out, lse2 = finish(acc, m, l, v_scale)
+    out, lse2 = finish(acc, m, l, unit, v_scale)
     if query_positions_ptr is not None:
         lse2 = tl.where(blind, float("-inf"), lse2)
         out = tl.where(blind[:, None], 0.0, out)

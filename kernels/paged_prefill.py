@@ -32,6 +32,7 @@ from ._online_softmax import (
     load_scale,
     paged_operands,
     scaled_queries,
+    scales_of_head,
     start_rows,
     visible_interval,
 )
@@ -57,7 +58,8 @@ def _find_sequence(query_start_loc_ptr, num_seqs, tile, TILE_Q: tl.constexpr):
         "num_seqs", "kv_start", "num_ranges", "lse_stride_token", "lse_stride_head", "table_stride_seq",
     ],
     do_not_specialize_on_alignment=[
-        "lse_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr",
+        "lse_ptr", "k_scale_ptr", "v_scale_ptr", "ranges_ptr", "block_tables_ptr", "seq_lens_ptr",
+        "query_start_loc_ptr",
     ],
 )  # fmt: skip
 def _paged_prefill_kernel(
@@ -67,7 +69,8 @@ def _paged_prefill_kernel(
     scale, softcap, window, attention_chunk, kv_start, num_ranges,
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head, q_stride_token, q_stride_head,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
-    k_scale_stride, v_scale_stride, table_stride_seq,
+    k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
+    v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head, table_stride_seq,
     HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -98,8 +101,10 @@ def _paged_prefill_kernel(
         q_ptr + q_offsets, mask=row_mask[:, None] & (dims[None, :] < HEAD_SIZE), other=0.0
     )  # [ROWS, DIM]
     q, factor = scaled_queries(q, k_ptr)
-    scale *= load_scale(k_scale_ptr, kv_head, k_scale_stride, k_ptr) * factor
-    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride, v_ptr)
+    scale *= (
+        load_scale(k_scale_ptr, kv_head, k_scale_stride_block, k_scale_stride_head, k_ptr) * factor
+    )
+    v_scale = load_scale(v_scale_ptr, kv_head, v_scale_stride_block, v_scale_stride_head, v_ptr)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=row_mask, other=0.0)[:, None]
@@ -137,31 +142,38 @@ def _paged_prefill_kernel(
             row_positions, seq_len, window, attention_chunk, None, ranges_ptr, num_ranges, CAUSAL
         )
         has_keys = lows < highs  # be they those before kv_start
-    acc, m, l = start_rows(sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V)  # noqa: E741
+    k_scales_ptr = scales_of_head(k_scale_ptr, kv_head, k_scale_stride_block, k_scale_stride_head)
+    v_scales_ptr = scales_of_head(v_scale_ptr, kv_head, v_scale_stride_block, v_scale_stride_head)
+    acc, m, l, unit = start_rows(  # noqa: E741
+        q, v_scales_ptr, sinks_ptr, heads, row_mask, has_keys, ROWS, DIM_V
+    )
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride_seq
     if (window is not None) | (attention_chunk is not None) | (kv_start is not None):
-        acc, m, l = attend_tiles(  # noqa: E741
-            acc, m, l, q, row_first, row_stop, row_positions[:, None],
+        acc, m, l, unit = attend_tiles(  # noqa: E741
+            acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
             start, tl.minimum(bulk_start, seen_to), seen_from, seen_to, context_len,
             k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+            k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
             scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
         )  # fmt: skip
-    acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+    acc, m, l, unit = attend_tiles(  # noqa: E741
+        acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
         bulk_start, bulk_stop, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
         scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=False,
     )  # fmt: skip
-    acc, m, l = attend_tiles(  # noqa: E741
-        acc, m, l, q, row_first, row_stop, row_positions[:, None],
+    acc, m, l, unit = attend_tiles(  # noqa: E741
+        acc, m, l, unit, q, row_first, row_stop, row_positions[:, None],
         bulk_stop, seen_to, seen_from, seen_to, context_len,
         k_ptr, v_ptr, table_ptr, k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scales_ptr, v_scales_ptr, k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
         scale, softcap, slopes, None, HEAD_SIZE, HEAD_SIZE_V, DIM, DIM_V, BLOCK_SIZE, WIDE_SLOTS, TILE_KV, MASKED=True,
     )  # fmt: skip
 
-    out, lse2 = finish(acc, m, l, v_scale)
+    out, lse2 = finish(acc, m, l, unit, v_scale)
     out_offsets = (
         tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head + dims_v[None, :]
     )
@@ -202,14 +214,17 @@ def plan_paged_prefill(
         64-lane wavefronts (gfx942)         128, 64                             32 to head size 64, else 16
 
     Warpgroup products read K and V from shared memory and need 64 rows a warpgroup; others hold them in registers,
-    which 64 tokens at a time overflow. On gfx942 the load pipeline is in registers too.
+    which 64 tokens at a time overflow. On gfx942 the load pipeline is in registers too. Tiles of bytes are small: where
+    registers are short a third one in flight takes fewer than two, for block ids then wait in shared memory as well.
     """
     small = head_size <= 128
     rows = 128 if small or (warpgroup_mma and not quantised) else 64
     tile_kv = 64 if warpgroup_mma and small and element_size <= 2 else 32
     if warp_size == 64 and head_size > 64:
         tile_kv = 16
-    num_stages = 1 if quantised and not (small or warpgroup_mma or warp_size == 64) else 2
+    num_stages = 2
+    if quantised and not (warpgroup_mma or warp_size == 64):
+        num_stages = 3 if small else 1
     return PrefillPlan(max(rows, triton.next_power_of_2(group)), tile_kv, 8, num_stages)
 
 

@@ -84,11 +84,13 @@ def paged_attention(
 
 
 def _stored(cache: Tensor, slot: tuple[int, int], scale: Tensor | None) -> Tensor:
-    """What a slot holds, [Hkv, D] in fp64: the stored number times the scale of its head. uint8 is e4m3 by its bits."""
+    """What a slot holds, [Hkv, D] in fp64: the stored number times its scale. uint8 is e4m3 by its bits."""
     numbers = cache[slot[0], slot[1]]
     if cache.dtype == torch.uint8:
         numbers = numbers.contiguous().view(torch.float8_e4m3fn)
     numbers = numbers.double()
+    if scale is not None and scale.dim() == 3:  # of every slot and head
+        scale = scale[slot[0], slot[1]]
     return numbers if scale is None else numbers * scale.double().view(-1, 1)
 
 
@@ -144,10 +146,26 @@ def reshape_and_cache(
                 place.copy_(x[token])
                 continue
             for head in range(x.shape[1]):
-                factor = 1.0 if scale is None else scale.view(-1)[head % scale.numel()].item()
+                if scale is None:
+                    factor = 1.0
+                elif scale.dim() == 3:
+                    scale[slot // block_size, slot % block_size, head] = row_scale(
+                        x[token, head], cache.dtype
+                    )
+                    factor = scale[slot // block_size, slot % block_size, head].item()
+                else:
+                    factor = scale.view(-1)[head % scale.numel()].item()
                 for dim in range(x.shape[2]):
                     number = x[token, head, dim].item() / factor
                     place.view(torch.uint8)[head, dim] = nearest_code(number, cache.dtype)
+
+
+def row_scale(row: Tensor, dtype: torch.dtype) -> float:
+    """What a row is divided by when every token and head has its own scale; NaN for one that is not finite."""
+    if not row.isfinite().all():
+        return math.nan
+    largest = {torch.int8: 127.0, torch.float8_e5m2: 57344.0}.get(dtype, 448.0)
+    return max(row.abs().max().item(), 2.0**-100) / largest
 
 
 def nearest_code(number: float, dtype: torch.dtype) -> int:

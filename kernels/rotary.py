@@ -2,8 +2,8 @@
 
     (a, b) = (a * cos - b * sin, b * cos + a * sin)      for each pair (a, b) of the first `rotary_size` dims of a head
 
-Pairs are (i, i + rotary_size / 2) in the neox layout, else (2i, 2i + 1). Program t owns all heads of token t: it loads
-the token's row of `cos_sin` once.
+Pairs are (i, i + rotary_size / 2) in the neox layout, else (2i, 2i + 1). Program (t, i) owns part i of
+the heads of token t, those of q first.
 
 Bytes moved: num_tokens * (2 * (num_q_heads + num_kv_heads) * rotary_size * element_size + 4 * rotary_size + 8)
 Reference:   `reference.rotary_embedding`
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_rotary
+from ._quantise import as_cached
 
 
 @triton.jit
@@ -39,64 +40,92 @@ def load_rotated(
     x_ptr, stride_head, num_heads, cos, sin,
     HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
-    """Rotated pairs of all heads in fp32, and where they lie: (heads, first dims, second dims, a, b, mask)."""
+    """The first and second numbers of all heads' rotated pairs in fp32, each [HEADS, HALF_DIM]."""
     heads = tl.arange(0, HEADS)[:, None]
-    pairs = tl.arange(0, HALF_DIM)[None, :]
-    first = pairs if IS_NEOX else 2 * pairs
-    second = first + (HALF if IS_NEOX else 1)
-    mask = (heads < num_heads) & (pairs < HALF)  # [HEADS, HALF_DIM]
     row_ptr = x_ptr + heads * stride_head
-    a = tl.load(row_ptr + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(row_ptr + second, mask=mask, other=0.0).to(tl.float32)
-    return heads, first, second, a * cos - b * sin, b * cos + a * sin, mask
+    if IS_NEOX:
+        pairs = tl.arange(0, HALF_DIM)[None, :]
+        mask = (heads < num_heads) & (pairs < HALF)
+        a = tl.load(row_ptr + pairs, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(row_ptr + HALF + pairs, mask=mask, other=0.0).to(tl.float32)
+    else:  # neighbours: loaded side by side, which is as wide as loads get
+        dims = tl.arange(0, 2 * HALF_DIM)[None, :]
+        mask = (heads < num_heads) & (dims < 2 * HALF)
+        x = tl.load(row_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [HEADS, HALF_DIM, 2]))
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def store_rotated(
+    x_ptr, stride_head, num_heads, a, b, scale,
+    HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
+):  # fmt: skip
+    """Store pairs of `load_rotated` as the tensor of `x_ptr` holds numbers."""
+    heads = tl.arange(0, HEADS)[:, None]
+    row_ptr = x_ptr + heads * stride_head
+    if IS_NEOX:
+        pairs = tl.arange(0, HALF_DIM)[None, :]
+        mask = (heads < num_heads) & (pairs < HALF)
+        tl.store(row_ptr + pairs, as_cached(a, scale, x_ptr), mask=mask)
+        tl.store(row_ptr + HALF + pairs, as_cached(b, scale, x_ptr), mask=mask)
+    else:
+        dims = tl.arange(0, 2 * HALF_DIM)[None, :]
+        x = tl.reshape(tl.join(a, b), [HEADS, 2 * HALF_DIM])
+        mask = (heads < num_heads) & (dims < 2 * HALF)
+        tl.store(row_ptr + dims, as_cached(x, scale, x_ptr), mask=mask)
 
 
 @triton.jit
 def rotate_heads(
-    x_ptr, stride_head, num_heads, cos, sin,
+    x_ptr, stride_head, first_head, num_heads, cos, sin,
     HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
-    heads, first, second, a, b, mask = load_rotated(
-        x_ptr, stride_head, num_heads, cos, sin, HALF, HALF_DIM, HEADS, IS_NEOX
-    )
-    row_ptr = x_ptr + heads * stride_head
-    tl.store(row_ptr + first, a.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(row_ptr + second, b.to(x_ptr.dtype.element_ty), mask=mask)
+    """Rotate heads [first_head, min(first_head + HEADS, num_heads)) of one token in place."""
+    x_ptr += first_head.to(tl.int64) * stride_head
+    num_heads -= first_head
+    a, b = load_rotated(x_ptr, stride_head, num_heads, cos, sin, HALF, HALF_DIM, HEADS, IS_NEOX)
+    store_rotated(x_ptr, stride_head, num_heads, a, b, None, HALF, HALF_DIM, HEADS, IS_NEOX)
 
 
 @triton.jit
 def _rotary_embedding_kernel(
     q_ptr, k_ptr, positions_ptr, cos_sin_ptr, num_q_heads, num_kv_heads,
     q_stride_token, q_stride_head, k_stride_token, k_stride_head, cos_sin_stride_position,
-    HALF: tl.constexpr, HALF_DIM: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
+    HALF: tl.constexpr, HALF_DIM: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_tokens,)."""
+    """Grid (num_tokens, cdiv(num_q_heads, HEADS) + cdiv(num_kv_heads, HEADS))."""
     token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts = tl.cdiv(num_q_heads, HEADS)
     cos, sin = load_cos_sin(
         cos_sin_ptr, cos_sin_stride_position, positions_ptr, token, HALF, HALF_DIM
     )
-    rotate_heads(
-        q_ptr + token * q_stride_token, q_stride_head, num_q_heads, cos, sin,
-        HALF, HALF_DIM, Q_HEADS, IS_NEOX,
-    )  # fmt: skip
-    rotate_heads(
-        k_ptr + token * k_stride_token, k_stride_head, num_kv_heads, cos, sin,
-        HALF, HALF_DIM, KV_HEADS, IS_NEOX,
-    )  # fmt: skip
+    if part < q_parts:
+        rotate_heads(
+            q_ptr + token * q_stride_token, q_stride_head, part * HEADS, num_q_heads, cos, sin,
+            HALF, HALF_DIM, HEADS, IS_NEOX,
+        )  # fmt: skip
+    else:
+        rotate_heads(
+            k_ptr + token * k_stride_token, k_stride_head, (part - q_parts) * HEADS, num_kv_heads, cos, sin,
+            HALF, HALF_DIM, HEADS, IS_NEOX,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RotaryPlan:
     """Launch choices of one rotary embedding."""
 
+    heads: int  # of one program, a power of two
     num_warps: int
 
 
 def plan_rotary_embedding(*, num_q_heads: int, rotary_size: int) -> RotaryPlan:
-    """A warp per 512 elements of a token's queries (16-byte loads, two a thread)."""
-    elements = triton.next_power_of_2(num_q_heads) * triton.next_power_of_2(rotary_size)
-    return RotaryPlan(num_warps=max(1, min(8, elements // 512)))
+    """A warp and up to 1024 elements a program: in either half of a head a lane then has 16 bytes, also of 64 lanes."""
+    width = triton.next_power_of_2(rotary_size)
+    heads = min(triton.next_power_of_2(num_q_heads), max(1, 1024 // width))
+    return RotaryPlan(heads, num_warps=max(1, heads * width // 1024))
 
 
 def rotary_embedding(
@@ -123,7 +152,8 @@ def rotary_embedding(
         return
     if plan is None:
         plan = plan_rotary_embedding(num_q_heads=num_q_heads, rotary_size=rotary_size)
-    _rotary_embedding_kernel[(num_tokens,)](
+    num_parts = triton.cdiv(num_q_heads, plan.heads) + triton.cdiv(num_kv_heads, plan.heads)
+    _rotary_embedding_kernel[(num_tokens, num_parts)](
         q_ptr=q,
         k_ptr=k,
         positions_ptr=positions,
@@ -137,8 +167,7 @@ def rotary_embedding(
         cos_sin_stride_position=cos_sin.stride(0),
         HALF=rotary_size // 2,
         HALF_DIM=triton.next_power_of_2(rotary_size // 2),
-        Q_HEADS=triton.next_power_of_2(num_q_heads),
-        KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        HEADS=plan.heads,
         IS_NEOX=is_neox,
         num_warps=plan.num_warps,
         enable_fp_fusion=True,

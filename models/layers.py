@@ -6,6 +6,7 @@ Every layer allocates its parameters unset: `load_model` fills them, and refuses
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,11 +19,21 @@ from ..runtime.launch_args import LaunchArgs
 from .rotary import rotary_table
 
 
-def kv_layers(model: nn.Module, config: Any, dtype: torch.dtype) -> Layers:
+def kv_layers(
+    model: nn.Module, config: Any, dtype: torch.dtype, scale_per_token_head: bool = False
+) -> Layers:
     """What the pool has to keep for each layer: `model.kv_layers(dtype)` if the model says it, else layers all alike."""
     if (own := getattr(model, "kv_layers", None)) is not None:
-        return own(dtype)
-    return [LayerKV(config.num_key_value_heads, config.head_dim, dtype)] * config.num_hidden_layers
+        layers = own(dtype)
+    else:
+        layer = LayerKV(config.num_key_value_heads, config.head_dim, dtype)
+        layers = [layer] * config.num_hidden_layers
+    if not scale_per_token_head:
+        return layers
+    return [
+        layer if isinstance(layer, int) else replace(layer, scale_per_token_head=True)
+        for layer in layers
+    ]
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -114,7 +125,8 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T]; one is shared by all layers.
+    """Rotates q [T, Hq, D] and k [T, Hkv, D] in place by their positions [T]; one is shared by all layers. `Attention`
+    takes one to rotate on the way to the cache.
 
     config  gives head_dim, max_position_embeddings and rope_parameters, see `rotary`
     """
@@ -141,6 +153,9 @@ class Attention(nn.Module):
 
     Without k and v it reads what is there: for layers that share the K and V of an earlier one.
 
+    With `rotary`, q (in place) and what is cached of k are rotated by their positions before, in the same pass over memory
+    as the write; k itself stays as it is.
+
     layer    index of the layer's K and V in the pool
     scale    of the scores, head_dim ** -0.5 by default
     window   tokens a query may see, itself included; None for all
@@ -165,11 +180,37 @@ class Attention(nn.Module):
         self.softcap = softcap
 
     def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        args: LaunchArgs,
+        kv: KVPool,
+        rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
-        k_cache, v_cache = kv.layer(self.layer)
-        if k is not None and v is not None:
-            kernels.reshape_and_cache(k, v, k_cache, v_cache, args.slot_mapping)
+        (k_cache, v_cache), (k_scale, v_scale) = kv.layer(self.layer), kv.scales(self.layer)
+        slots = args.slot_mapping
+        if k is None or v is None:
+            if rotary is not None:
+                raise ValueError(
+                    "rotary: expected None without k and v, q is rotated by the caller"
+                )
+        elif rotary is None:
+            kernels.reshape_and_cache(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        else:
+            kernels.rope_and_cache(
+                args.positions,
+                q,
+                k,
+                v,
+                rotary.cos_sin,
+                k_cache,
+                v_cache,
+                slots,
+                True,
+                k_scale,
+                v_scale,
+            )
         out = kernels.paged_attention(
             q,
             k_cache,
@@ -183,6 +224,8 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return cast(Tensor, out)  # a pair only when lse is asked for
 
@@ -213,9 +256,11 @@ class CrossAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
     ) -> Tensor:
-        k_cache, v_cache = kv.layer(self.layer)
+        (k_cache, v_cache), (k_scale, v_scale) = kv.layer(self.layer), kv.scales(self.layer)
         if k is not None and v is not None and args.cross_slot_mapping is not None:
-            kernels.reshape_and_cache(k, v, k_cache, v_cache, args.cross_slot_mapping)
+            kernels.reshape_and_cache(
+                k, v, k_cache, v_cache, args.cross_slot_mapping, k_scale, v_scale
+            )
         if args.cross_seq_lens is None or args.cross_block_tables is None:
             return q.new_zeros(*q.shape[:2], v_cache.shape[3])  # as rows of no keys in a mixed step
         out = kernels.paged_attention(
@@ -229,6 +274,8 @@ class CrossAttention(nn.Module):
             max_seq_len=args.max_cross_seq_len,
             num_decodes=args.num_decodes,
             scale=self.scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             causal=False,
         )
         return cast(Tensor, out)

@@ -97,8 +97,7 @@ class LlamaAttention(nn.Module):
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)) for part in parts
         )  # [T, heads, head_dim]
-        rotary(args.positions, q, k)
-        return self.o_proj(self.attention(q, k, v, args, kv).flatten(-2))
+        return self.o_proj(self.attention(q, k, v, args, kv, rotary).flatten(-2))
 
 
 def _check(config: Any) -> None:

@@ -32,10 +32,13 @@ Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, str]]  # {"role": ..., "content": ...}
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# dtype of the cache (None: the model's), and whether each key and value has a scale of its own
 _KV_CACHE_DTYPES = {
-    "auto": None,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
+    "auto": (None, False),
+    "fp8": (torch.float8_e4m3fn, False),
+    "fp8_e5m2": (torch.float8_e5m2, False),
+    "fp8_per_token_head": (torch.float8_e4m3fn, True),
+    "int8_per_token_head": (torch.int8, True),
 }
 
 
@@ -52,8 +55,10 @@ class LLM:
 
     model                   a bundled name ("smollm2-135m"), a .gguf file, a Hugging Face directory or a hub id
     device, dtype           "auto": the GPU if there is one; the checkpoint's dtype there, float32 on a CPU
-    kv_cache_dtype          of the stored keys and values: "auto" (the model's), "fp8" (e4m3) or "fp8_e5m2", which take
-                            half the memory of 16-bit numbers and cost some accuracy
+    kv_cache_dtype          of the stored keys and values: "auto" (the model's); "fp8" (e4m3) or "fp8_e5m2", which take half
+                            the memory of 16-bit numbers and cost some accuracy; "fp8_per_token_head" or
+                            "int8_per_token_head", with a scale for each key and value of each head: 4 bytes more, and
+                            accurate whatever their size
     block_size              tokens per KV block
     num_gpu_blocks          usable blocks of the KV pool; None takes what the weights and the largest step leave of
                             gpu_memory_utilization on a GPU, which a run finds out, a quarter of the free memory on a
@@ -142,10 +147,11 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(source)
         loaded, self.config = load_model(source, torch_dtype, on_device, model_class)
-        pool_dtype = _KV_CACHE_DTYPES[kv_cache_dtype] or next(loaded.parameters()).dtype
+        cache_dtype, has_scales = _KV_CACHE_DTYPES[kv_cache_dtype]
+        cache_dtype = cache_dtype or next(loaded.parameters()).dtype
         self.pool, self.host_pool = build_pools(
             cast(Model, loaded),
-            kv_layers(loaded, self.config, pool_dtype),
+            kv_layers(loaded, self.config, cache_dtype, has_scales),
             on_device,
             scheduler_config,
             num_gpu_blocks,

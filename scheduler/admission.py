@@ -148,6 +148,6 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
 
 
 def _longest_wait(num_tokens: int, config: SchedulerConfig) -> int:
-    """Steps until so many tokens have been fed, when every seat takes a token of each step for itself."""
+    """Steps before the one that feeds the last of so many tokens, when every seat takes one of each step for itself."""
     per_step = config.max_num_batched_tokens - config.num_seats
-    return cdiv(num_tokens, per_step) if per_step > 0 else _ALWAYS
+    return cdiv(num_tokens, per_step) - 1 if per_step > 0 else _ALWAYS

@@ -33,6 +33,8 @@ Tensor = torch.Tensor
 _SEPARATE_ROWS = 3
 # Blocks of one joint product: K and V of 512 blocks are 12 MiB in that model, which stay in the last-level cache.
 _JOINT_BLOCKS = 512
+# Infinity minus infinity would be NaN. It is 3e38 in base 2, as the Triton kernels have it.
+_LARGEST_SINK = 2e38
 # Queries of one prefill chunk where scores are materialised; keys after the chunk's last query are skipped.
 _CHUNK_QUERIES = 128
 
@@ -109,6 +111,8 @@ def paged_attention(
     check_query_starts(q, seq_lens, query_start_loc)
     check_tree_mask(q, max_decode_query_len, tree_mask)
     ranges = None if prefix_lm_ranges is None else prefix_lm_ranges.numpy()
+    if sinks is not None:
+        sinks = sinks.float().clamp_max(_LARGEST_SINK)
     num_trees = 0 if tree_mask is None else num_seqs if num_decodes is None else num_decodes
     rules = _Rules(
         scale, causal, window, attention_chunk, softcap, alibi_slopes, sinks, k_scale, v_scale, ranges, tree_mask, num_trees
@@ -183,7 +187,9 @@ def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int 
     # a table is four times as quick as the conversion
     blocks = _values(cache.dtype).index_select(0, bits.flatten().int()).view(bits.shape)
     if scale is not None:
-        blocks.transpose(heads_axis, 2).mul_(scale.view(-1, 1))
+        # of every slot and head: [blocks, block_size, Hkv, 1]
+        scale = (scale.index_select(0, ids) if scale.dim() == 3 else scale.view(-1)).unsqueeze(-1)
+        blocks.transpose(heads_axis, 2).mul_(scale)
     return blocks
 
 

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from .._checks import (
-    QUANTISED_DTYPES,
     check_approximate,
     check_gate_up,
     check_key_value,
     check_norm,
     check_rotary,
 )
-from .cache import reshape_and_cache
+from .cache import write_checked
 
 Tensor = torch.Tensor
 
@@ -65,23 +64,34 @@ def rope_and_cache(
     angles = cos_sin.index_select(0, positions)
     _rotate(q, angles, is_neox)
     num_slots = slot_mapping.shape[0]
-    # rounded once, to the cache's format
-    dtype = torch.float32 if k_cache.dtype in QUANTISED_DTYPES else k.dtype
-    k = k[:num_slots].to(dtype, copy=True)
-    _rotate(k, angles[:num_slots], is_neox)
-    reshape_and_cache(k, v[:num_slots].to(dtype), k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if num_slots < k.shape[0]:
+        k, v, angles = k[:num_slots], v[:num_slots], angles[:num_slots]
+    first, second = _rotated(*_pairs(k, angles.shape[1], is_neox), angles)
+    # in fp32, so that it is rounded once, to the cache's format
+    parts = (first, second) if is_neox else (torch.stack((first, second), dim=-1).flatten(-2),)
+    rotated = torch.cat((*parts, k[..., angles.shape[1] :]), dim=-1)
+    write_checked(rotated, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _rotate(x: Tensor, angles: Tensor, is_neox: bool) -> None:
     """Rotate x [T, heads, head_size] in place by angles [T, rotary_size]: cosines, then sines."""
-    cos, sin = angles[:, None].chunk(2, dim=-1)  # [T, 1, rotary_size / 2]
-    x = x[..., : angles.shape[1]]
-    a, b = x.chunk(2, dim=-1) if is_neox else (x[..., ::2], x[..., 1::2])
-    # products in fp32, whatever the dtype of x
-    first = (a * cos).addcmul_(b, sin, value=-1)
-    second = (b * cos).addcmul_(a, sin)
+    a, b = _pairs(x, angles.shape[1], is_neox)
+    first, second = _rotated(a, b, angles)
     a.copy_(first)
     b.copy_(second)
+
+
+def _pairs(x: Tensor, rotary_size: int, is_neox: bool) -> tuple[Tensor, ...]:
+    """The first and second numbers of all pairs, views of x."""
+    if is_neox:
+        return x[..., :rotary_size].chunk(2, dim=-1)
+    return x[..., :rotary_size:2], x[..., 1:rotary_size:2]
+
+
+def _rotated(a: Tensor, b: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = angles[:, None].chunk(2, dim=-1)  # [T, 1, rotary_size / 2]
+    # products in fp32, whatever the dtype of a and b
+    return (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

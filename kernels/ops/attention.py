@@ -175,8 +175,11 @@ def paged_attention(
     attention_chunk  a query sees no key before the last multiple of this at or before its position (local chunks)
     softcap          c: scores become c * tanh(score / c), after scale
     alibi_slopes     [num_q_heads] fp32: slope * (key position - query position) is added, after softcap
-    sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it
-    k_scale, v_scale [] | [1] | [num_kv_heads] fp32: what the numbers of a quantised cache are to be multiplied by
+    sinks            [num_q_heads]: one more logit in each row's denominator, with no value; lse includes it. Infinite:
+                     out 0, lse above 1e38
+    k_scale, v_scale [] | [1] | [num_kv_heads] fp32: what the numbers of a quantised cache are to be multiplied by. Or
+                     both [num_blocks, block_size, num_kv_heads], any strides: one scale for every token and head, as
+                     `reshape_and_cache` writes them; those of slots that no query sees are not read
     prefix_lm_ranges [num_seqs, num_ranges, 2] int32: positions [low, high) of each sequence whose tokens see one
                      another whatever the other rules say (an image in a causal prompt). Disjoint; low >= high: unused
     tree_mask        [num_tokens, max_decode_query_len] bool: whether a query of a decode sees the j-th query of its

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._registry import no_result, register, triton_op
+from .. import cpu
+from ._registry import SCALES, no_result, register, static_and_caches, triton_op, with_scales
 
 if TYPE_CHECKING:
     from ..block_swap import SwapPlan
@@ -15,10 +16,10 @@ Tensor = torch.Tensor
 
 _reshape_and_cache = register(
     "reshape_and_cache",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
-    " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    triton_op(".cache_write", "reshape_and_cache"),
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping," + SCALES,
+    with_scales(triton_op(".cache_write", "reshape_and_cache"), 5),
     no_result,
+    with_scales(cpu.reshape_and_cache, 5),
 )
 
 
@@ -37,11 +38,14 @@ def reshape_and_cache(
     k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_size or head_size_v]   dtype of k, or quantised:
                       float8_e4m3fn | float8_e5m2 | int8 | uint8 (e4m3 by its bits); any strides, last axis contiguous
     k_scale, v_scale  [] | [1] | [num_kv_heads] fp32   a quantised cache stores k / k_scale, rounded to nearest even and
-                      saturating; NaN stays NaN, in int8 it becomes 0
+                      saturating; NaN stays NaN, in int8 it becomes 0. Or both [num_blocks, block_size, num_kv_heads], any
+                      strides: written too, at the slots, with a scale for every token and head that brings the row's
+                      largest magnitude to the format's largest number. A row of zeros stays one; magnitudes below 2^-100
+                      count as that; a row with a NaN or an infinity gets scale NaN, so that all of it reads as NaN
     slot_mapping      [num_slots] int64   block id * block_size + offset, no slot twice; negative: skipped. num_slots <=
                       num_tokens; rows of k and v beyond it are padding
     """
-    _reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    _reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, *static_and_caches(k_scale, v_scale))
 
 
 _copy_blocks = register(

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ._registry import empty_like, no_result, register, triton_op
+from .. import cpu
+from ._registry import (
+    SCALES,
+    empty_like,
+    no_result,
+    register,
+    static_and_caches,
+    triton_op,
+    with_scales,
+)
 
 Tensor = torch.Tensor
 
@@ -71,9 +80,10 @@ def rotary_embedding(
 _rope_and_cache = register(
     "rope_and_cache",
     "(Tensor positions, Tensor(a!) q, Tensor k, Tensor v, Tensor cos_sin, Tensor(b!) k_cache,"
-    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    triton_op(".rotary_cache_write", "rope_and_cache"),
+    " Tensor(c!) v_cache, Tensor slot_mapping, bool is_neox," + SCALES,
+    with_scales(triton_op(".rotary_cache_write", "rope_and_cache"), 9),
     no_result,
+    with_scales(cpu.rope_and_cache, 9),
 )
 
 
@@ -95,9 +105,8 @@ def rope_and_cache(
     Arguments as in those two. A token whose slot is negative, or that is past the end of `slot_mapping`, has its
     queries rotated and nothing written.
     """
-    _rope_and_cache(
-        positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox, k_scale, v_scale
-    )
+    scales = static_and_caches(k_scale, v_scale)
+    _rope_and_cache(positions, q, k, v, cos_sin, k_cache, v_cache, slot_mapping, is_neox, *scales)
 
 
 _silu_and_mul = register(

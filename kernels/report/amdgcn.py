@@ -9,8 +9,9 @@ from .listing import Instruction, UnreadableCode
 _LINE = re.compile(r"(?P<opcode>[a-z]\w*)(?:\s+(?P<operands>.*))?")
 _LABEL = re.compile(r"(?P<name>[.$\w]+):")
 _LOAD = re.compile(r"(?P<unit>global|buffer|flat)_load_(?P<lds>lds_)?(?P<size>[a-z]+\d?)")
+_STORE = re.compile(r"(?P<unit>global|buffer|flat)_store_(?P<size>[a-z]+\d?)")
 _BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
-_BITS |= {"ushort": 16, "sshort": 16, "short": 16, "ubyte": 8, "sbyte": 8}
+_BITS |= {"ushort": 16, "sshort": 16, "short": 16, "ubyte": 8, "sbyte": 8, "byte": 8}
 
 
 def parse_assembly(text: str, kernel: str) -> list[Instruction]:
@@ -66,9 +67,19 @@ def _instruction(opcode: str, operands: str, labels: dict[str, int], kernel: str
         falls_through=opcode not in ("s_branch", "s_endpgm"),
         mma="mfma" if opcode.startswith(("v_mfma", "v_smfma")) else None,
         load=_load(opcode, operands, kernel),
+        store=_store(opcode, kernel),
         is_barrier=opcode == "s_barrier",
         is_spill=opcode.startswith("scratch_"),
     )
+
+
+def _store(opcode: str, kernel: str) -> str | None:
+    if not re.match(r"(global|buffer|flat)_store", opcode):
+        return None
+    match = _STORE.match(opcode)
+    if match is None or match["size"] not in _BITS:
+        raise UnreadableCode(f"{kernel}: expected a store of a known width, got {opcode}")
+    return f"{match['unit']}_store.{_BITS[match['size']]}"
 
 
 def _load(opcode: str, operands: str, kernel: str) -> str | None:

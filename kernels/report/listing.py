@@ -24,6 +24,7 @@ class Instruction:
     falls_through: bool = True  # the next instruction may follow
     mma: str | None = None  # kind of matrix product
     load: str | None = None  # instruction and width of a load from global memory, "LDG.128"
+    store: str | None = None  # likewise of a store, "STG.128"
     is_barrier: bool = False  # all warps of the program meet
     is_spill: bool = False  # a register goes to memory or comes back
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class MachineCode:
     loads: dict[
         str, int
     ]  # global loads by width, in the main loop if there is one, else in the whole kernel
+    stores: dict[str, int]  # global stores by width, in the whole kernel
     barriers: int | None  # in the main loop, so per tile
     loop_instructions: int | None
     instructions_per_token: (
@@ -86,13 +87,18 @@ def loop_figures(
         raise UnreadableCode(f"{kernel}: expected a loop with matrix products, got none")
     return {
         "mma": "+".join(sorted({i.mma for i in loop if i.mma})) if loop else None,
-        "loads": dict(sorted(Counter(i.load for i in loop or code if i.load).items(), key=_widest)),
+        "loads": _by_width(i.load for i in loop or code),
+        "stores": _by_width(i.store for i in code),
         "barriers": sum(i.is_barrier for i in loop) if loop else None,
         "loop_instructions": len(loop) if loop else None,
         "instructions_per_token": (
             round(len(loop) * num_warps / tile_kv, 2) if loop and tile_kv else None
         ),
     }
+
+
+def _by_width(accesses: Iterable[str | None]) -> dict[str, int]:
+    return dict(sorted(Counter(filter(None, accesses)).items(), key=_widest))
 
 
 def _widest(load: tuple[str, int]) -> tuple[int, str]:

@@ -80,6 +80,7 @@ def _instruction(
         falls_through,
         mma=base if _MMA.fullmatch(base) else None,
         load=_load(base, opcode),
+        store=f"{base}.{_width(opcode)}" if base == "STG" else None,
         is_barrier=base == "BAR",
         is_spill=base in ("LDL", "STL"),
     )
@@ -90,7 +91,11 @@ def _load(base: str, opcode: str) -> str | None:
         return base
     if base not in ("LDG", "LDGSTS"):
         return None
+    return f"{base}.{_width(opcode)}"
+
+
+def _width(opcode: str) -> str:
     for part in opcode.split(".")[1:]:
         if match := re.fullmatch(r"(?:U|S|ENL2)?(8|16|64|128|256)", part):
-            return f"{base}.{match[1]}"
-    return f"{base}.32"
+            return match[1]
+    return "32"

@@ -23,9 +23,10 @@ _COLUMNS = (
     "occupancy",
     "mma",
     "global loads",
+    "global stores",
 )
 _COLUMNS += ("bar", "loop", "per token", "compile s")
-_TEXT_COLUMNS = {"case", "kernel", "mma", "global loads"}
+_TEXT_COLUMNS = {"case", "kernel", "mma", "global loads", "global stores"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _cells(row: Row) -> list[str]:
         f"{code.occupancy:.0%} {code.limit}",
         code.mma or "",
         " ".join(f"{count}×{load}" for load, count in code.loads.items()),
+        " ".join(f"{count}×{store}" for store, count in code.stores.items()),
         _number(code.barriers),
         _number(code.loop_instructions),
         "" if code.instructions_per_token is None else f"{code.instructions_per_token:.1f}",

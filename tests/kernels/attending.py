@@ -31,8 +31,11 @@ def attend_with(implementation: str, monkeypatch, watch=None) -> Attend:
 
     def run(batch: Batch, return_lse: bool = True, **more: Any):
         if watch is not None:
-            for cache in (batch.k_cache, batch.v_cache):
-                watch.poison(cache, (~batch.used[:, :, None, None]).expand(cache.shape))
+            scales = (batch.options.get(name) for name in ("k_scale", "v_scale"))
+            for cache in (batch.k_cache, batch.v_cache, *scales):
+                if cache is not None and cache.dim() >= 3:
+                    unread = ~batch.used.view(*batch.used.shape, *[1] * (cache.dim() - 2))
+                    watch.poison(cache, unread.expand(cache.shape))
         arguments = {
             name: x.to(device) if isinstance(x, torch.Tensor) else x
             for name, x in {**batch.arguments, **more}.items()

@@ -126,7 +126,17 @@ class Batch:
         if cache.dtype == torch.uint8:
             cache = cache.contiguous().view(torch.float8_e4m3fn)
         values = cache.float() if self.cache_dtype else cache
-        return (values if scale is None else values * scale.view(-1, 1)).to(self.dtype)
+        if scale is not None:
+            values = values * (scale if scale.dim() == 2 else scale.view(-1))[..., None]
+        return values.to(self.dtype)
+
+    def token_scales(self) -> torch.Tensor:
+        """A scale for every slot and head, some a thousand times others; NaN where no query sees the slot."""
+        number = 1 / 32 if self.cache_dtype == torch.int8 else 1.0
+        blocks = torch.full((len(self.used), 3, self.block_size + 1, self.num_kv_heads), torch.nan)
+        scales = blocks[:, 1, :-1]
+        scales[self.used] = 1.0
+        return scales.mul_(number * 2.0 ** (torch.rand(scales.shape) * 10 - 8))
 
     def table(self, row: int) -> list[int]:
         """Block ids of a sequence, those of the shared prefix included."""
@@ -204,8 +214,10 @@ def naive_attention(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         slots = [divmod(i, batch.block_size) for i in range(first, seq_len)]
         blocks = torch.tensor([table[i] for i, _ in slots])
         offsets = torch.tensor([offset for _, offset in slots])
-        k = batch.numbers(batch.k_cache[blocks, offsets], options.get("k_scale"))
-        v = batch.numbers(batch.v_cache[blocks, offsets], options.get("v_scale"))
+        scales = [options.get(name) for name in ("k_scale", "v_scale")]
+        scales = [x[blocks, offsets] if x is not None and x.dim() == 3 else x for x in scales]
+        k = batch.numbers(batch.k_cache[blocks, offsets], scales[0])
+        v = batch.numbers(batch.v_cache[blocks, offsets], scales[1])
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", batch.q[rows], k) * scale
         if softcap is not None:

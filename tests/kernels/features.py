@@ -22,7 +22,7 @@ FEATURES: dict[str, list[Any]] = {
     "block_size": [16, 1, 5, 8, 32, 48, 64, 128, 256, 544],
     "hnd": [False, True],
     "cache": [None, *QUANTISED],
-    "scales": [None, "tensor", "head"],
+    "scales": [None, "tensor", "head", "token"],
     "causal": [True, False],
     "window": [None, 1, 16, 37],
     "attention_chunk": [None, 5, 32],
@@ -122,7 +122,7 @@ def build(case: Case, draw: random.Random) -> Batch:
     if case["ranges"]:
         options["prefix_lm_ranges"] = _ranges(seq_lens, draw)
     cache_dtype = None if case["cache"] is None else QUANTISED[case["cache"]]
-    if case["scales"] or cache_dtype == torch.int8:
+    if case["scales"] != "token" and (case["scales"] or cache_dtype == torch.int8):
         number = 1 / 32 if cache_dtype == torch.int8 else 1.0
         for name in ("k_scale", "v_scale"):
             size = {None: (), "tensor": draw.choice([(), (1,)]), "head": (num_kv_heads,)}
@@ -144,6 +144,8 @@ def build(case: Case, draw: random.Random) -> Batch:
         hnd=case["hnd"],
         options=options,
     )
+    if case["scales"] == "token":
+        options |= {"k_scale": batch.token_scales(), "v_scale": batch.token_scales()}
     if case["tree"]:
         options["tree_mask"] = random_tree(batch)
     _add_spikes(batch, draw)

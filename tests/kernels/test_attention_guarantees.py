@@ -45,11 +45,18 @@ def alone(batch: Batch, row: int) -> dict:
     ids=["decode", "drafts", "prefill", "mixed"],
 )
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 50, "sinks": torch.ones(2)}], ids=["", "window"]
+    "options",
+    [{}, {"window": 50, "sinks": torch.ones(2)}, "token scales"],
+    ids=["", "window", "token scales"],
 )
 def test_bits_do_not_depend_on_the_batch(attend, lengths, options) -> None:
     """B67: a row's result is the same, bit for bit, alone and among others, however long those are."""
-    batch = Batch(**lengths, num_q_heads=2, num_kv_heads=1, options=options)
+    scaled = options == "token scales"
+    quantised = {"dtype": torch.float16, "cache_dtype": torch.int8} if scaled else {}
+    options = {"window": 50} if scaled else options
+    batch = Batch(**lengths, **quantised, num_q_heads=2, num_kv_heads=1, options={**options})
+    if scaled:
+        batch.options |= {"k_scale": batch.token_scales(), "v_scale": batch.token_scales()}
     out, lse = attend(batch, batch_invariant=True)
     for row, (start, stop) in enumerate(itertools.pairwise(batch.query_start_loc.tolist())):
         arguments = {
@@ -285,6 +292,42 @@ def test_many_small_weights_outweigh_a_large_one_in_fp16(attend) -> None:
 
 
 # ---------------------------------------------------------------- which kernel, which rows
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1] * 6, [40, 3]], ids=str)
+def test_infinite_sinks_take_all_weight_or_none(attend, query_lens) -> None:
+    batch = Batch([70, 50, 40, 30, 20, 10][: len(query_lens)], query_lens, num_q_heads=2)
+    batch.num_decodes = 0 if 40 in query_lens else len(query_lens)
+    plain, plain_lse = attend(batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        batch.options["sinks"] = torch.tensor([math.inf, -math.inf], dtype=dtype)
+        out, lse = attend(batch)
+        assert not out[:, 0].any() and (lse[:, 0] > 1e38).all()
+        torch.testing.assert_close(out[:, 1], plain[:, 1])
+        torch.testing.assert_close(lse[:, 1], plain_lse[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("query_len", [1, 40])
+@pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
+def test_scales_of_tokens_of_any_magnitude(attend, dtype, query_len, size) -> None:
+    """Values of one size, some a millionth of the others, and one far above them that no query looks at."""
+    batch = Batch([90], [query_len], dtype=dtype, cache_dtype=torch.int8, num_q_heads=2)
+    batch.num_decodes = int(query_len == 1)
+    k_scale, v_scale = batch.token_scales(), batch.token_scales()
+    v_scale *= torch.where(torch.rand(v_scale.shape) < 0.5, size, size * 2.0**-20)
+    block, offset = int(batch.block_tables[0, 0]), 3
+    batch.q[..., 0] = 8.0
+    batch.k_cache[block, offset] = 0
+    batch.k_cache[block, offset, :, 0] = -127
+    k_scale[block, offset], v_scale[block, offset] = 1.0, size * 2.0**50  # a score of -180
+    batch.options |= {"k_scale": k_scale, "v_scale": v_scale}
+    out = torch.empty(*batch.q.shape, dtype=torch.float32, device=DEVICE)
+    result, _ = attend(batch, out=out)
+    exact, _ = reference.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, **batch.index, **batch.options
+    )
+    assert error(result, exact) <= 2e-3 * exact.abs().max().item()
 
 
 def test_rows_are_found_by_query_start_loc(attend) -> None:

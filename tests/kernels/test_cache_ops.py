@@ -89,6 +89,71 @@ def test_quantised_cache(implementation, name, dtype, scales) -> None:
         exactly(one_nan(cache), one_nan(want.view(cache_dtype)))
 
 
+def token_scale_case(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of every size: K some of them special, V as a strided view."""
+    k = torch.randn(num_tokens, 3, 48) * torch.logspace(-30, 30, num_tokens)[:, None, None]
+    k[1], k[2, 0], k[3, 1] = 0.0, -0.0, torch.linspace(-1e-38, 1e-38, 48)
+    k[4, 2, 7], k[5, 0, 47], k[6, 1, 0] = float("nan"), float("inf"), -float("inf")
+    k[7] = 3.0  # ties throughout: all are the largest
+    return k.to(dtype), torch.randn(num_tokens, 9, 20)[:, ::3, 2:18].to(dtype)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scales_of_every_token_and_head(implementation, name, dtype) -> None:
+    """Scales are the oracle's to the bit; numbers are the nearest to the quotient in fp32. Other slots stay as they are."""
+    device, cache_dtype = device_of(implementation), QUANTISED[name]
+    k, v = token_scale_case(24, dtype)
+    slots = torch.randperm(32)[:23]  # the last row is padding
+    slots[8] = -1
+    beside = torch.full((8, 2, 5, 3), 7.0)  # a part of each block
+    bits = [torch.full((8, 4, 3, d), 33, dtype=torch.uint8) for d in (48, 16)]
+    caches = [x.to(device).clone().view(cache_dtype) for x in bits]
+    moved = beside.to(device).clone()
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    scales = moved[:, 0, 1:], moved[:, 1, :4]
+    write(k.to(device), v.to(device), *caches, slots.to(device), *scales)
+
+    k_scale, v_scale = beside[:, 0, 1:], beside[:, 1, :4]
+    ignored = [x.clone().view(cache_dtype) for x in bits]
+    reference.reshape_and_cache(k, v, *ignored, slots, k_scale, v_scale)
+    exactly(moved, beside)
+    quotients = []
+    for x, scale in ((k, k_scale), (v, v_scale)):
+        of_row = torch.ones(24, 3)
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                of_row[row] = scale[slot // 4, slot % 4]
+        quotients.append(x.float() / of_row[..., None])
+    reference.reshape_and_cache(*quotients, *(x.view(cache_dtype) for x in bits), slots)
+    for cache, want in zip(caches, bits, strict=True):
+        exactly(one_nan(cache), one_nan(want.view(cache_dtype)))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rows_come_back_from_their_scales(implementation, name) -> None:
+    """Within half a step of their largest magnitude, zeros as zeros, and rows that are not finite as NaN throughout."""
+    cache_dtype = QUANTISED[name]
+    device = device_of(implementation)
+    k, v = token_scale_case(24, torch.float32)
+    caches = [torch.zeros(2, 16, 3, d, device=device).to(cache_dtype) for d in (48, 16)]
+    scales = [torch.full((2, 16, 3), torch.nan, device=device) for _ in caches]
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    write(k.to(device), v.to(device), *caches, torch.arange(24, device=device), *scales)
+    step = {"e4m3": 2**-4, "e4m3 bits": 2**-4, "e5m2": 2**-3, "int8": 0.5 / 127}[name]
+    for x, cache, scale in zip((k, v), caches, scales, strict=True):
+        numbers = cache.view(torch.float8_e4m3fn) if name == "e4m3 bits" else cache
+        numbers = numbers.cpu().float().flatten(0, 1)[:24]
+        back = numbers * scale.cpu().flatten(0, 1)[:24, :, None]
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        finite = x.isfinite().all(dim=-1)
+        assert back[~finite].isnan().all() and back[finite].isfinite().all()
+        assert ((back - x).abs() <= step * largest + 2.0**-100)[finite].all()
+        assert not back[(x == 0).all(dim=-1)].any()
+
+
 def one_nan(cache: torch.Tensor) -> torch.Tensor:
     """The bits of a cache with all its NaNs alike: their sign means nothing."""
     stored = torch.float8_e4m3fn if cache.dtype == torch.uint8 else cache.dtype
@@ -115,6 +180,35 @@ def test_bad_scales_are_refused() -> None:
         cpu.reshape_and_cache(k, k, cache, cache, slots, torch.ones(3))
     with pytest.raises(ValueError, match=r"v_scale: expected float32 \[3\], got float32 \[2\]"):
         cpu.reshape_and_cache(k, k, cache.char(), cache.char(), slots, None, torch.ones(2))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale", "message"),
+    [
+        ((2, 4, 3), None, r"v_scale: expected float32 \[2, 4, 3\] like the other scale, got None"),
+        (None, (2, 4, 3), r"k_scale: expected float32 \[2, 4, 3\] like the other scale, got None"),
+        ((2, 4, 3), (3,), r"v_scale: expected float32 \[2, 4, 3\], got float32 \[3\]"),
+        ((), (2, 4, 3), r"k_scale: expected float32 \[2, 4, 3\], got float32 \[\]"),
+        ((2, 4, 1), (2, 4, 1), r"k_scale: expected float32 \[2, 4, 3\], got float32 \[2, 4, 1\]"),
+    ],
+)
+def test_bad_scale_caches_are_refused(implementation, k_scale, v_scale, message) -> None:
+    """Before anything is written."""
+    device = device_of(implementation)
+    k, cache = torch.randn(2, 3, 8, device=device), torch.zeros(2, 4, 3, 8, device=device).char()
+    scales = [None if s is None else torch.full(s, 5.0, device=device) for s in (k_scale, v_scale)]
+    write = cpu.reshape_and_cache if implementation == "cpu" else cache_write.reshape_and_cache
+    with pytest.raises(ValueError, match=message):
+        write(k, k, cache, cache, torch.arange(2, device=device), *scales)
+    assert not cache.any() and all((s == 5).all() for s in scales if s is not None)
+    half = torch.ones(2, 4, 3, device=device).half()
+    with pytest.raises(ValueError, match=r"k_scale: expected float32 \[2, 4, 3\], got float16"):
+        write(k, k, cache, cache, torch.arange(2, device=device), half, half)
+    full = torch.ones(2, 4, 3, device=device)
+    plain = cache.float()
+    with pytest.raises(ValueError, match="k_scale: expected None with a cache that is not"):
+        write(k, k, plain, plain, torch.arange(2, device=device), full, full)
 
 
 @IMPLEMENTATIONS

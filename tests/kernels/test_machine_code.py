@@ -87,6 +87,7 @@ def test_sass_figures() -> None:
     assert loop_figures(code, kernel="_k_kernel", num_warps=4, tile_kv=16) == {
         "mma": "HMMA",
         "loads": {"LDGSTS.128": 1},
+        "stores": {},
         "barriers": 1,
         "loop_instructions": 5,
         "instructions_per_token": 1.25,
@@ -115,11 +116,20 @@ def test_the_bulk_is_the_shortest_loop_with_the_most_products() -> None:
 
 def test_code_without_products() -> None:
     code = sass.parse_listing(
-        listing("LDG.E.64 R2, [R4]", "LDG.E.ENL2.256 R8, R2, [R4]", "UTMALDG.2D [UR4]", "EXIT"),
+        listing(
+            "LDG.E.64 R2, [R4]",
+            "LDG.E.ENL2.256 R8, R2, [R4]",
+            "UTMALDG.2D [UR4]",
+            "@P0 STG.E.128 [R4.64], R8",
+            "STG.E.U16 [R4.64], R8",
+            "STG.E [R4.64], R8",
+            "EXIT",
+        ),
         "_k_kernel",
     )
     figures = loop_figures(code, kernel="_k_kernel", num_warps=4, tile_kv=None)
     assert figures["loads"] == {"LDG.256": 1, "LDG.64": 1, "UTMALDG": 1}
+    assert figures["stores"] == {"STG.128": 1, "STG.32": 1, "STG.16": 1}
     assert figures["mma"] is figures["barriers"] is figures["instructions_per_token"] is None
     with pytest.raises(UnreadableCode, match="expected a loop with matrix products"):
         loop_figures(code, kernel="_k_kernel", num_warps=4, tile_kv=32)
@@ -193,6 +203,8 @@ ASSEMBLY = textwrap.dedent("""\
     \ts_barrier
     \ts_cbranch_scc0 .LBB0_2
     ; %bb.3:
+    \tbuffer_store_dwordx4 v[0:3], v4, s[4:7], 0 offen
+    \tglobal_store_short_d16_hi v[2:3], v1, off
     \tscratch_store_dword off, v1, s32
     \ts_endpgm
     .Lfunc_end0:
@@ -216,6 +228,7 @@ def test_amdgcn_figures() -> None:
     assert loop_figures(code, kernel="_k_kernel", num_warps=2, tile_kv=8) == {
         "mma": "mfma",
         "loads": {"global_load_lds.128": 1, "buffer_load.64": 1, "global_load.16": 1},
+        "stores": {"buffer_store.128": 1, "global_store.16": 1},
         "barriers": 1,
         "loop_instructions": 6,
         "instructions_per_token": 1.5,

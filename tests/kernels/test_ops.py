@@ -126,6 +126,40 @@ def test_opcheck_of_attention_without_options() -> None:
     torch.library.opcheck(torch.ops.octavo.paged_attention.default, tuple(arguments))
 
 
+@pytest.mark.parametrize("name", ["reshape_and_cache", "rope_and_cache"])
+@pytest.mark.parametrize("kind", ["head", "token"])
+def test_opcheck_of_scaled_writes(name, kind) -> None:
+    """Only scale caches are written to, and they may be parts of one tensor with the caches."""
+    arguments = [*op_arguments()[name]]
+    at = next(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.dim() == 4)
+    num_blocks, block_size, heads, _ = arguments[at].shape
+    arguments[at : at + 2] = [x.char() for x in arguments[at : at + 2]]
+    beside = torch.ones(num_blocks, 2, block_size, heads)
+    scales = [torch.ones(heads)] * 2 if kind == "head" else list(beside.unbind(1))
+    scales = ops.cache.static_and_caches(*scales)
+    op = getattr(torch.ops.octavo, name).default
+    torch.library.opcheck(op, (*arguments, *scales))
+    op(*arguments, *scales)
+    assert (beside != 1).any() == (kind == "token")
+
+
+def test_scales_are_written_in_a_compiled_graph() -> None:
+    k, slots = torch.randn(4, 2, 8), torch.tensor([3, -1, 7, 8])
+
+    def write(caches, scales):
+        kernels.reshape_and_cache(k, -k, *caches, slots, *scales)
+        return scales[0].sum()
+
+    states = []
+    for function in (write, torch.compile(write, fullgraph=True, backend="aot_eager")):
+        caches = torch.zeros(2, 3, 4, 2, 8, dtype=torch.int8)
+        scales = torch.ones(3, 2, 4, 2)
+        total = function(tuple(caches), scales.unbind(1))
+        states.append((caches, scales, total))
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert (states[0][1] != 1).sum() == 2 * 3 * 2
+
+
 def layer(
     batch: Batch, qkv: torch.Tensor, caches, slots, positions, weight, cos_sin
 ) -> torch.Tensor:
@@ -216,6 +250,9 @@ def attention_with(**changes: Any) -> None:
     kernels.paged_attention(**{**arguments, **changes})
 
 
+QUANTISED_CACHES = {
+    name: torch.zeros(6, 16, 1, 32, dtype=torch.int8) for name in ("k_cache", "v_cache")
+}
 BAD_ATTENTION = {
     "q: expected": {"q": torch.randn(25, 3, 64)[..., ::2]},
     "k_cache: expected float32": {"k_cache": torch.zeros(4, 16, 1, 32).half()},
@@ -229,6 +266,21 @@ BAD_ATTENTION = {
     "softcap: expected a positive": {"softcap": -1.0},
     "num_decodes: expected 0 to 3": {"num_decodes": 4},
     "out: expected float32": {"out": torch.zeros(25, 3, 16)},
+    "k_scale: expected None with a cache that is not": {"k_scale": torch.zeros(6, 16, 1)},
+    r"v_scale: expected float32 \[6, 16, 1\] like the other scale, got None": {
+        **QUANTISED_CACHES,
+        "k_scale": torch.zeros(6, 16, 1),
+    },
+    r"k_scale: expected float32 \[6, 16, 1\], got float32 \[\]": {
+        **QUANTISED_CACHES,
+        "k_scale": torch.tensor(1.0),
+        "v_scale": torch.zeros(6, 16, 1),
+    },
+    r"v_scale: expected float32 \[6, 16, 1\], got float32 \[6, 8, 1\]": {
+        **QUANTISED_CACHES,
+        "k_scale": torch.zeros(6, 16, 1),
+        "v_scale": torch.zeros(6, 8, 1),
+    },
 }
 
 

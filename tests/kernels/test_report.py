@@ -16,6 +16,7 @@ import octavo.kernels.report
 from octavo.__main__ import app
 from octavo.kernels.report import measure, select_cases
 from octavo.kernels.report.cases import CASES, LAYERS, SHAPES
+from octavo.kernels.report.layer_cases import NARROW
 from octavo.kernels.report.machine_code import MachineCode
 from octavo.kernels.report.occupancy import MACHINES
 from octavo.kernels.report.table import Row
@@ -25,6 +26,11 @@ ATTENTION = [
     *(f"prefill-{shape}-{variant}" for shape in SHAPES for variant in ("plain", "options")),
     *(f"{kernel}-{shape}-fp8" for kernel in ("decode", "prefill") for shape in SHAPES),
     *(f"decode-{shape}-drafts" for shape in SHAPES),
+    *(
+        f"{kernel}-d128-{name}-tokens"
+        for kernel in ("decode", "prefill")
+        for name in ("fp8", "int8")
+    ),
     "decode-d128-int8",
     "decode-d64-int8-options",
     "decode-d256-fp8-options",
@@ -33,11 +39,12 @@ ATTENTION = [
     "decode-d128-whole",
     "prefill-d128-full",
 ]
-EVERY_KERNEL = [*ATTENTION, *(f"{op}-{shape}" for op in LAYERS for shape in ("d64", "d256"))]
+OTHERS = [f"{op}-d128" for op in LAYERS]
+EVERY_KERNEL = [*ATTENTION, *OTHERS]
 COMPILED = {
     "sm_80": EVERY_KERNEL,
     "sm_90": [*EVERY_KERNEL, "decode-d64-window", "decode-d128-window"],
-    "sm_100": [case for case in ATTENTION if case.endswith(("-split", "-plain"))],  # half a minute
+    "sm_100": [*(case for case in ATTENTION if case.endswith(("-split", "-plain"))), *OTHERS],
     "gfx942": EVERY_KERNEL,
 }
 
@@ -54,15 +61,25 @@ class Budgets:
 
 BUDGETS = {
     "default": Budgets(
-        per_token={"decode-d64-split": 15, "decode-d128-split": 22, "decode-d128-fp8": 30},
-        barriers={"decode-d64-split": 2, "decode-d128-split": 2, "decode-d256-split": 7},
+        per_token={
+            "decode-d64-split": 15,
+            "decode-d128-split": 22,
+            "decode-d128-fp8": 30,
+            "decode-d128-fp8-tokens": 30,
+            "decode-d128-int8-tokens": 41,
+        },
+        barriers={
+            "decode-d64-split": 2,
+            "decode-d128-split": 2,
+            "decode-d256-split": 7,
+            "decode-d128-fp8-tokens": 2,
+        },
         window=1.35,
         # of sm_100 outside the tile loops; of int8, ptxas takes 168 registers of the 255 it may
         spills={
             ("sm_100", "prefill-d256-plain"): 32,
             ("sm_90", "decode-d64-int8-options"): 80,
             ("sm_90", "decode-d256-drafts"): 8,
-            ("sm_80", "prefill-d128-int8-options"): 8,
         },
     ),
     "3.6": Budgets(
@@ -94,6 +111,11 @@ def faults(rows: Sequence[Row], budgets: Budgets) -> list[str]:
             found.append(f"{row.case} {row.kernel}: spills {row.code.spill_bytes} bytes")
         if row.code.occupancy == 0:
             found.append(f"{row.case} {row.kernel}: cannot be launched, {row.code.limit}")
+        if not row.tile_kv and row.kernel not in NARROW:
+            for accesses in (row.code.loads, row.code.stores):
+                narrow = [name for name in accesses if name.endswith((".16", ".8"))]
+                if narrow or not any(name.endswith(".128") for name in accesses):
+                    found.append(f"{row.case} {row.kernel}: {', '.join(accesses) or 'none'}")
     if rows[0].target != "sm_90":
         return found
     for case, most in budgets.per_token.items():
@@ -147,11 +169,16 @@ GOOD = MachineCode(
     limit="registers",
     mma="HGMMA",
     loads={"LDGSTS.128": 4},
+    stores={"STG.128": 4},
     barriers=2,
     loop_instructions=384,
     instructions_per_token=12.0,
 )
-DECODES = [f"decode-{s}-{variant}" for s in SHAPES for variant in ("split", "window", "fp8")]
+DECODES = [
+    f"decode-{s}-{variant}"
+    for s in SHAPES
+    for variant in ("split", "window", "fp8", "fp8-tokens", "int8-tokens")
+]
 
 
 def good_rows(target: str = "sm_90") -> list[Row]:
@@ -184,6 +211,22 @@ def test_faults_are_found(case: str, change: dict, fault: str) -> None:
     found = faults(rows, budgets)
     assert found and all(case.rsplit("-", 1)[0] in line for line in found), found
     assert re.search(fault, found[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"loads": {"LDG.64": 4}}, "x _x_kernel: LDG.64"),
+        ({"stores": {"STG.128": 4, "STG.16": 1}}, "x _x_kernel: STG.128, STG.16"),
+        ({"stores": {}}, "x _x_kernel: none"),
+    ],
+)
+def test_narrow_accesses_of_small_kernels_are_faults(change: dict, fault: str) -> None:
+    row = Row("sm_80", "3.9.0", "x", "_x_kernel", 1.0, 4, None, GOOD)
+    assert faults([row], BUDGETS["default"]) == []
+    assert faults([replace(row, code=replace(GOOD, **change))], BUDGETS["default"]) == [fault]
+    exempt = replace(row, kernel="_sample_kernel", code=replace(GOOD, **change))
+    assert faults([exempt], BUDGETS["default"]) == []
 
 
 def test_a_launch_that_failed_is_a_fault() -> None:

@@ -115,6 +115,42 @@ def test_a_quantised_cache_is_rounded_once(implementation, dtype, name) -> None:
 
 
 @IMPLEMENTATIONS
+@DTYPES
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("rotary_size", [64, 48], ids=["whole heads", "with a rest"])
+def test_scales_of_every_token_and_head(implementation, dtype, name, rotary_size) -> None:
+    """Scales are of the rotated key, its dims that do not rotate included, and of the value as it is."""
+    cache_dtype = QUANTISED[name]
+    case = Case((4, 2, 64, 32, rotary_size), [7, -1, 0, 14, 3], 6, 5, hnd=True, dtype=dtype)
+    q, k, v = case.split(case.qkv)
+    k[0, 1, 60], k[2], v[2, 0], k[4, 0, 3] = 9.0, 0.0, 0.0, float("inf")
+    results = []
+    function, device = chosen(implementation)
+    for write, place in ((reference.rope_and_cache, "cpu"), (function, device)):
+        caches = [torch.zeros(4, 5, 2, d, dtype=torch.uint8, device=place) for d in (64, 32)]
+        beside = torch.full((4, 2, 6, 2), 7.0, device=place)
+        write(
+            *(x.to(place) for x in (case.positions, q.clone(), k, v, case.cos_sin)),
+            *(cache.view(cache_dtype) for cache in caches),
+            case.slots.to(place),
+            True,
+            beside[:, 0, 1:],
+            beside[:, 1, 1:],
+        )
+        results.append([x.cpu() for x in (*caches, beside)])
+    (exact_k, exact_v, exact_scales), (stored_k, stored_v, scales) = results
+    torch.testing.assert_close(scales[:, 0], exact_scales[:, 0], rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(scales[:, 1], exact_scales[:, 1])
+    assert scales[0, 0, 4].isnan().tolist() == [True, False]  # of the infinity
+    finite = scales[:, 0, 1:].isfinite()
+    stored_k, exact_k = stored_k[finite], exact_k[finite]
+    assert (stored_k != exact_k).float().mean() < 0.01
+    assert (stored_k.int() - exact_k.int()).abs().max() <= 1  # the next code
+    assert (stored_v != exact_v).float().mean() < 0.01
+    assert (stored_v.int() - exact_v.int()).abs().max() <= 1
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_it_is_the_two_ops_in_one(implementation, block_size, num_tokens) -> None:

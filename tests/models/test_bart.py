@@ -16,6 +16,7 @@ from transformers import BartForConditionalGeneration as HFBart
 
 from octavo import LLM
 from octavo.kernels import ops
+from octavo.kernels.ops._registry import with_scales
 from octavo.models import load_model, resolve_model
 from octavo.models.layers import CrossAttention, EncoderAttention, kv_layers
 from octavo.runtime.kv_pool import KVLayout, KVPool, LayerKV
@@ -153,7 +154,9 @@ def backend(request, monkeypatch) -> None:
         monkeypatch.setattr(ops.attention, "_paged_attention", ops.attention._triton_attention)
         from octavo.kernels import cache_write
 
-        monkeypatch.setattr(ops.cache, "_reshape_and_cache", cache_write.reshape_and_cache)
+        monkeypatch.setattr(
+            ops.cache, "_reshape_and_cache", with_scales(cache_write.reshape_and_cache, 5)
+        )
 
 
 @pytest.mark.parametrize(

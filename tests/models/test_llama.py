@@ -15,9 +15,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from octavo.models import Attention, RotaryEmbedding, load_model, resolve_model
 from octavo.models import LlamaForCausalLM as OurLlama
-from octavo.models import load_model, resolve_model
-from octavo.models.layers import Attention, layer_windows, widest_window
+from octavo.models.layers import layer_windows, widest_window
 from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.launch_args import LaunchArgs
 from octavo.tests.models.paged import PagedRun
@@ -116,6 +116,39 @@ def test_logits_equal_transformers_in_chunks_and_decode(case: str, tmp_path: Pat
     for sequence, parts in zip(tokens, got, strict=True):
         expected = expected_logits(hf, sequence)
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_rotates_on_the_way_to_the_cache(dtype: torch.dtype) -> None:
+    """With a rotary embedding it does what rotating first does, to the bit, and leaves k alone."""
+    config = LlamaConfig(**SIZES)
+    rotary, attention = RotaryEmbedding(config), Attention(6, 2, 8, layer=1)
+    qkv = torch.randn(7, 10, 8).to(dtype)
+    args = LaunchArgs(
+        input_ids=torch.zeros(7, dtype=torch.int64),
+        positions=torch.arange(7),
+        slot_mapping=torch.tensor([4, 5, 6, 7, 12, 13, 14]),
+        query_start_loc=torch.tensor([0, 7], dtype=torch.int32),
+        seq_lens=torch.tensor([7], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 3]], dtype=torch.int32),
+        logits_indices=torch.tensor([6]),
+        num_decodes=0,
+        max_query_len=7,
+        max_seq_len=7,
+    )
+    results = []
+    for fused in (False, True):
+        pool = KVPool(4, [LayerKV(2, 8, dtype)] * 3, 4)
+        q, k, v = qkv.clone().split((6, 2, 2), dim=1)
+        if fused:
+            out = attention(q, k, v, args, pool, rotary)
+            assert torch.equal(k, qkv[:, 6:8])
+        else:
+            rotary(args.positions, q, k)
+            out = attention(q, k, v, args, pool)
+        results.append((out, pool.data))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][1].any()
 
 
 def test_bf16_checkpoint_keeps_its_dtype_unless_told(tmp_path: Path) -> None:

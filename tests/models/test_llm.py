@@ -335,13 +335,17 @@ def test_interpreted_kernels_give_the_same_tokens(model_name, dtype):
     assert run("interpret") == run("auto")
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"]
+)
 def test_a_quantised_cache(llm, model_name, kv_cache_dtype) -> None:
-    """A quarter of fp32's memory; the text stays sensible, and a batch gives what each prompt gives alone."""
+    """A quarter of fp32's memory, and a scale for each 64 numbers where they have their own; the text stays sensible, and
+    a batch gives what each prompt gives alone."""
     quantised = LLM(
         model_name, kv_cache_dtype=kv_cache_dtype, max_model_len=256, num_gpu_blocks=200
     )
-    assert quantised.stats().block_bytes * 4 == llm.stats().block_bytes
+    of_256 = 68 if kv_cache_dtype.endswith("per_token_head") else 64
+    assert quantised.stats().block_bytes * 256 == llm.stats().block_bytes * of_256
     prompts = PROMPTS[:5]
     together = token_ids(quantised.generate(prompts, greedy(4)))
     alone = [token_ids(quantised.generate(prompt, greedy(4)))[0] for prompt in prompts]

@@ -41,6 +41,13 @@ class Harness:
         self.runner.spans[request_id] = tuple(kwargs.get("multi_modal_spans", ()))
         return self.engine.add_request(request_id, list(prompt), params, **kwargs)
 
+    def step_until(self, condition, max_steps: int = 500) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it never came to that")
+
     def step(self) -> list[Request]:
         changed = self.engine.step()
         for request in changed:

@@ -22,17 +22,17 @@ def prompt(length: int, start: int = 1) -> list[int]:
 
 def test_blocks_before_the_window_are_given_back():
     h = Harness(num_blocks=64, sliding_window=6)
-    request = h.add("r", prompt(20), max_tokens=30)
+    seq = h.add("r", prompt(20), max_tokens=30).group.seqs[0]
     h.step()
-    used = []
+    used, context_len = [], seq.num_computed_tokens
+    h.step()
     while "r" not in h.finished:
-        table = h.blocks.table(request.group.seqs[0].seq_id)
+        table = h.blocks.table(seq.seq_id)
+        assert (table == NULL_BLOCK).sum() == (context_len - 6 + 1) // 4
         used.append(h.num_used_blocks)
-        first = int((table == NULL_BLOCK).sum())
-        # the step just ordered was the last to see tokens before num_computed - window
-        assert first >= max(0, request.group.seqs[0].num_computed_tokens - 7) // 4
+        context_len = seq.num_computed_tokens
         h.step()
-    assert max(used[1:]) <= 3, "6 tokens lie in three blocks at most"
+    assert max(used) <= 3, "6 tokens lie in three blocks at most"
     assert h.tokens("r") == solo(prompt(20), 30)
     h.drain()
 
@@ -154,7 +154,9 @@ def test_a_chunk_carries_exactly_its_part_of_each_image():
 
     def keep(metadata_list, **kwargs):
         for metadata in metadata_list:
-            parts.append([(p.span.offset, p.start, p.stop, p.offset) for p in metadata.multi_modal_data])
+            parts.append(
+                [(p.span.offset, p.start, p.stop, p.offset) for p in metadata.multi_modal_data]
+            )
         return execute(metadata_list, **kwargs)
 
     h.runner.execute = keep
@@ -185,7 +187,11 @@ def test_an_image_that_must_stay_whole_is_never_split():
     ("spans", "config", "message"),
     [
         ([image(0, 2)], dict(is_multi_modal=False), "the model takes text alone"),
-        ([image(0, 9, is_whole=True)], {}, "at most 8 tokens where they cannot be split, got one of 9"),
+        (
+            [image(0, 9, is_whole=True)],
+            {},
+            r"at most 8 tokens where they cannot be split .* got one of 9",
+        ),
         ([image(0, 4), image(3, 2)], {}, "in order, apart, and within the prompt's 10 tokens"),
         ([image(8, 4)], {}, "got one from 8 to 12"),
     ],
@@ -212,7 +218,7 @@ def test_prefixes_are_shared_only_up_to_another_image():
 def test_a_match_does_not_end_inside_an_image_that_must_stay_whole():
     spans = (image(6, 5, is_whole=True),)
     h = Harness(is_multi_modal=True)
-    h.add("a", pictured(10, *spans)[:9] + [1, 1], max_tokens=1, multi_modal_spans=spans)
+    h.add("a", [*pictured(10, *spans)[:9], 1, 1], max_tokens=1, multi_modal_spans=spans)
     h.drain()
     h.add("b", pictured(14, *spans), max_tokens=1, multi_modal_spans=spans)
     h.drain()
@@ -235,7 +241,7 @@ def test_beams_share_the_prompt_and_copy_only_what_they_write():
     h.step()
     assert h.num_used_blocks == 3
     h.step()
-    assert h.runner.num_moves["copy"] == 2 and h.num_used_blocks == 5
+    assert h.runner.num_moves["copy"] == 2
     h.drain()
     got = [seq.output_token_ids.tolist() for seq in h.finished["r"].group.seqs]
     assert got == [tokens for tokens, _ in solo_beams(prompt(10), beams(), 8)]

@@ -37,7 +37,9 @@ def test_an_urgent_request_is_served_in_the_next_step(scarce, num_cpu_blocks):
     assert h.scheduler.running[0].seqs[0].num_output_tokens == 1
     h.drain()
     assert h.tokens("urgent") == solo(prompt(9, 300), 4)
-    victims = [r.group.metrics.num_preemptions for name, r in h.finished.items() if name != "urgent"]
+    victims = [
+        r.group.metrics.num_preemptions for name, r in h.finished.items() if name != "urgent"
+    ]
     assert sum(victims) == 1, "just enough make way, once"
     for name in "abc":
         assert h.tokens(name) == solo(prompt(10, ord(name)), 5)
@@ -114,7 +116,9 @@ def test_reserve_admits_exactly_what_will_fit():
         h.step()
         assert len(running(h)) == together, num_blocks
         h.drain()
-        assert h.tokens("short") == solo(prompt(4), 3) and h.tokens("long") == solo(prompt(3, 50), 7)
+        assert h.tokens("short") == solo(prompt(4), 3) and h.tokens("long") == solo(
+            prompt(3, 50), 7
+        )
         assert all(r.group.metrics.num_preemptions == 0 for r in h.finished.values())
 
 
