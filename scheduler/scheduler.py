@@ -18,17 +18,16 @@ group that was placed before it. Nobody comes in past one that found no room. `s
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
 from bisect import insort
-from collections.abc import Iterator
 
 from ..runtime.metadata import SamplerOutput
-from .admission import check_admissible, num_cross_blocks, peak_blocks
-from .block_manager import BlockManager, cdiv
+from .admission import check_admissible
+from .block_manager import BlockManager
 from .config import SchedulerConfig
+from .entrance import Entrance
 from .invariants import check_invariants
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .stats import SchedulerStats, Totals
@@ -59,10 +58,10 @@ class Scheduler:
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._steps = itertools.count()
-        self._watermark_blocks = 0
+        self.watermark_blocks = 0
         if config.admission == "optimistic":
-            self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
-        self._totals = Totals()
+            self.watermark_blocks = int(config.watermark * config.num_gpu_blocks)
+        self.totals = Totals()
         self._ahead = (
             self._new_step()
         )  # the next step; between steps it takes up swaps that are asked for
@@ -85,9 +84,9 @@ class Scheduler:
         # two requests of one id never share a version
         group.generation_id = group.arrival_order << 32
         self._groups[group.request_id] = group
-        insort(self.waiting, group, key=self._turn)
+        insort(self.waiting, group, key=self.turn)
 
-    def _turn(self, group: SequenceGroup) -> tuple[int, int]:
+    def turn(self, group: SequenceGroup) -> tuple[int, int]:
         """Order within a queue."""
         return (group.priority if self.config.policy == "priority" else 0, group.arrival_order)
 
@@ -113,7 +112,7 @@ class Scheduler:
         if group is None or group.state is not SequenceStatus.RUNNING:
             return None
         if self._in_flight is None:
-            self._preempt(group, self._ahead)
+            self.take_blocks(group, self._ahead)
             return group
         self.running.remove(group)
         group.metrics.num_preemptions += 1
@@ -174,7 +173,7 @@ class Scheduler:
         if group.sampling_params.use_beam_search:
             conclude_search(group)
         group.metrics.finished_time = time.perf_counter()
-        self._totals.num_finished += 1
+        self.totals.num_finished += 1
 
     def has_unfinished(self) -> bool:
         return bool(self._groups)
@@ -207,108 +206,20 @@ class Scheduler:
         step, self._ahead = self._ahead, self._new_step()
         step.seats = self.config.num_seats - sum(group.num_seats for group in self.running)
         taken_before = len(step.preempted)
-        for group in self._turns():
+        entrance = Entrance(self, step)
+        for group in entrance.turns():
             if group in step.preempted[taken_before:] or group.is_finished:
                 continue  # lost its place, or ended, for the sake of one before it
             if group.state is SequenceStatus.RUNNING:
-                self._advance(group, step)
+                entrance.advance(group)
             elif step.admits and step.token_budget > 0:
-                self._bring_in(group, step)
+                entrance.bring_in(group)
         return self._freeze(step)
 
     def _new_step(self) -> Step:
         return Step(next(self._steps), self.config.max_num_batched_tokens)
 
-    def _turns(self) -> Iterator[SequenceGroup]:
-        """All groups in the order in which they may take from the step's budget."""
-        decodes = [group for group in self.running if not group.is_prefill]
-        prefills = [group for group in self.running if group.is_prefill]
-        newcomers = self.swapped.copy(), self.waiting[: self.config.num_seats + 1]
-        if self.config.order == "decode-first":
-            phases = (decodes, prefills, *newcomers)
-        else:
-            phases = (prefills, *newcomers, decodes)
-        if self.config.policy == "priority":
-            return heapq.merge(*phases, key=lambda group: group.priority)
-        return itertools.chain(*phases)
-
-    def _advance(self, group: SequenceGroup, step: Step) -> None:
-        """Give a running group its place in the step."""
-        seqs = group.active()
-        for seq in seqs:
-            self.blocks.drop_out_of_window(seq)
-        chunk = self._chunk(group, len(seqs), step)
-        if chunk > 0:
-            chunk = self._make_room(group, seqs, chunk, step)
-        if chunk > 0:
-            self._place(group, seqs, chunk, step)
-        else:
-            step.admits = (
-                False  # the budget, or the blocks, that newcomers took would be missed here
-            )
-
-    def _chunk(self, group: SequenceGroup, num_seqs: int, step: Step, num_cached: int = 0) -> int:
-        """Tokens to feed each sequence now: as many as the budget allows, or where they cannot be split all or none."""
-        wanted = group.num_tokens_to_feed() - num_cached
-        budget = (step.token_budget - group.num_encoder_tokens_to_feed) // num_seqs
-        if wanted <= budget:
-            return wanted
-        may_split = self.config.enable_chunked_prefill or num_seqs > 1
-        return self._whole_spans(group, budget, num_cached) if may_split else 0
-
-    @staticmethod
-    def _whole_spans(group: SequenceGroup, chunk: int, num_cached: int = 0) -> int:
-        """The longest chunk up to `chunk` that does not end inside a span that must stay whole."""
-        leader = group.live[0]
-        start = leader.num_computed_tokens + num_cached
-        for span in leader.spans:
-            if span.is_whole and span.offset < start + chunk < span.stop:
-                return max(0, span.offset - start)
-        return max(0, chunk)
-
-    def _make_room(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> int:
-        """Have blocks for `chunk` tokens, or as many as there are blocks for, at the expense of groups later in line that
-        have no place in this step yet; returns the tokens there is room for."""
-        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
-            step.admits = False
-            victim = self._last_without_place(step, self._turn(group))
-            if victim is not None:
-                self._preempt(victim, step)
-            elif group.is_prefill and len(seqs) == 1 and self._fitting_chunk(group) > 0:
-                return min(chunk, self._fitting_chunk(group))
-            else:
-                if (
-                    len(self.running) == 1
-                ):  # the whole pool does not hold it: it ends with what it has
-                    self._outgrow(group, step)
-                return 0
-        return chunk
-
-    def _fitting_chunk(self, group: SequenceGroup) -> int:
-        """Tokens that the leader can be fed with the blocks that are free."""
-        leader, size = group.live[0], self.config.block_size
-        room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
-        if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
-            room -= size  # one goes for a copy of its last block
-        return self._whole_spans(group, room) if self.config.enable_chunked_prefill else 0
-
-    def _last_without_place(
-        self, step: Step, after: tuple[int, int], less_urgent: bool = False
-    ) -> SequenceGroup | None:
-        """The last running group in line after the turn `after` that has no place in the step."""
-        for victim in reversed(self.running):
-            turn = self._turn(victim)
-            if turn <= after or (less_urgent and turn[0] <= after[0]):
-                return None
-            if not step.has(victim):
-                return victim
-        return None
-
-    def _outgrow(self, group: SequenceGroup, step: Step) -> None:
-        self.finish_group(group, SequenceStatus.FINISHED_LENGTH)
-        step.ignored.append(group)
-
-    def _preempt(self, group: SequenceGroup, step: Step) -> None:
+    def take_blocks(self, group: SequenceGroup, step: Step) -> None:
         """Take all device blocks of a group: it computes its tokens again later, or has its blocks moved to the host.
 
         No step both swaps in and swaps out, see `SchedulerOutputs`.
@@ -322,9 +233,9 @@ class Scheduler:
         wants_swap = mode == "swap" or (mode == "auto" and len(group.active()) > 1)
         if wants_swap and not step.swaps_in and self.blocks.can_swap_out(holders):
             step.swaps_out[group] = self.blocks.swap_out(holders)
-            self._totals.num_swapped_out += 1
+            self.totals.num_swapped_out += 1
             self._set_state(group, SequenceStatus.SWAPPED)
-            insort(self.swapped, group, key=self._turn)
+            insort(self.swapped, group, key=self.turn)
         else:
             self._give_up_blocks(group)
         logger.debug("preempted request_id=%s into state=%s", group.request_id, group.state.value)
@@ -334,9 +245,15 @@ class Scheduler:
         for seq in group.owners:
             self.blocks.free(seq)
             seq.num_computed_tokens = 0
-        self._totals.num_recomputed += 1
+        self.totals.num_recomputed += 1
         self._set_state(group, SequenceStatus.WAITING)
-        insort(self.waiting, group, key=self._turn)
+        insort(self.waiting, group, key=self.turn)
+
+    def start(self, group: SequenceGroup) -> None:
+        """A group that is in no queue now runs."""
+        for seq in group.live:
+            seq.status = SequenceStatus.RUNNING
+        insort(self.running, group, key=self.turn)
 
     @staticmethod
     def _set_state(group: SequenceGroup, status: SequenceStatus) -> None:
@@ -344,174 +261,6 @@ class Scheduler:
         for seq in group.live:
             seq.status = status
         group.generation_id += 1
-
-    # -- coming in
-
-    def _bring_in(self, group: SequenceGroup, step: Step) -> None:
-        """Give a waiting or swapped group a place in the step, or leave everything as it was.
-
-        Without room nobody behind it comes in either, but for want of an adapter's place only those who need one.
-        """
-        if not self._has_adapter_place(group, step):
-            step.awaits_adapter = True
-            return
-        enter = self._resume if group.state is SequenceStatus.SWAPPED else self._admit
-        if enter(group, step):
-            return
-        may_preempt = self.config.policy == "priority" and self.config.admission == "optimistic"
-        if may_preempt and self._clear_way(group, step) and enter(group, step):
-            return
-        step.admits = False
-
-    def _has_adapter_place(self, group: SequenceGroup, step: Step) -> bool:
-        """Adapters of running groups keep their places. Nobody who needs one overtakes a group that waits for a place,
-        else those in use could stay so for ever."""
-        lora = group.lora_request
-        if lora is None:
-            return True
-        used = {g.lora_request for g in self.running if g.lora_request is not None}
-        return not step.awaits_adapter and (lora in used or len(used) < self.config.max_loras)
-
-    def _clear_way(self, group: SequenceGroup, step: Step) -> bool:
-        """Preempt less urgent running groups, the last first, until seats and blocks suffice; nobody if they never would."""
-        turn = self._turn(group)
-        victims = [g for g in self.running if g.priority > group.priority and not step.has(g)]
-        owners = [seq for victim in victims for seq in victim.owners]
-        seats = step.seats + sum(victim.num_seats for victim in victims)
-        blocks = self.blocks.num_free_blocks + self.blocks.num_held_alone(owners)
-        everybody = len(victims) == len(self.running)
-        if group.num_seats > seats or self._blocks_to_enter(group, step, everybody) > blocks:
-            return False
-        while (
-            group.num_seats > step.seats
-            or self._blocks_to_enter(group, step) > self.blocks.num_free_blocks
-        ):
-            victim = self._last_without_place(step, turn, less_urgent=True)
-            if victim is None:
-                return False
-            self._preempt(victim, step)
-        return True
-
-    def _blocks_to_enter(self, group: SequenceGroup, step: Step, alone: bool | None = None) -> int:
-        """Free blocks without which a group does not come in: those it takes now, and a reserve while others run.
-
-        A new request needs room for its first chunk only. One that was preempted needs room for all it will hold, else it
-        would come in for one chunk and be preempted again.
-        """
-        alone = not self.running if alone is None else alone
-        reserve = 0 if alone else self._watermark_blocks
-        if group.state is SequenceStatus.SWAPPED:
-            own = self.blocks.num_blocks_to_swap_in(group.owners)
-            return reserve + own + self.blocks.num_blocks_needed(group.active(), 1)
-        cached, chunk = self._first_chunk(group, step)
-        size = self.config.block_size
-        needed = cdiv(len(cached) * size + chunk, size)
-        if group.metrics.num_preemptions:
-            needed = max(needed, self._resume_blocks(group))
-        cross = num_cross_blocks(group, self.config)
-        needed = min(needed, self.blocks.num_blocks - cross) + cross
-        return reserve + max(needed - len(cached), 1) + self.blocks.num_evictable(cached)
-
-    def _first_chunk(self, group: SequenceGroup, step: Step) -> tuple[list[int], int]:
-        """(blocks of its prefix that are known, tokens to feed after them) for a waiting group: nothing is computed yet."""
-        leader = group.live[0]
-        cached = self.blocks.match(leader, group.namespace, group.num_tokens_to_feed())
-        num_cached = len(cached) * self.config.block_size
-        while num_cached and self._whole_spans(group, num_cached) < num_cached:
-            cached.pop()  # the model needs the whole of a span at once, of which a part is known
-            num_cached -= self.config.block_size
-        if self.config.sliding_window is not None and self._cut_short(cached, num_cached):
-            cached, num_cached = [], 0
-        return cached, self._chunk(group, 1, step, num_cached)
-
-    def _cut_short(self, cached: list[int], num_cached: int) -> bool:
-        """Whether a match that was shortened has lost what the window at its end sees."""
-        assert self.config.sliding_window is not None
-        first = max(0, num_cached - self.config.sliding_window + 1) // self.config.block_size
-        return 0 in cached[first:]
-
-    def _resume_blocks(self, group: SequenceGroup) -> int:
-        """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
-        live, size = group.live, self.config.block_size
-        shared = group.num_prompt_tokens // size if len(live) > 1 else 0
-        blocks = shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
-        window = self.config.sliding_window
-        if window is not None:
-            blocks = min(blocks, len(live) * (cdiv(window - 1, size) + 1))
-        return blocks
-
-    def _admit(self, group: SequenceGroup, step: Step) -> bool:
-        """Give a waiting group its first blocks and a place in the step, or leave everything as it was."""
-        cached, chunk = self._first_chunk(group, step)
-        if chunk < 1 or group.num_seats > step.seats:
-            return False
-        if self._blocks_to_enter(group, step) > self.blocks.num_free_blocks:
-            return False
-        if not self._is_reserved(group):
-            return False
-        leader, size = group.live[0], self.config.block_size
-        free = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
-        free -= num_cross_blocks(group, self.config)
-        chunk = self._whole_spans(group, min(chunk, free * size), len(cached) * size)
-        if chunk < 1:
-            return False
-        self.waiting.remove(group)
-        self.blocks.allocate(leader, cached)
-        if group.encoder_seq is not None:
-            self.blocks.allocate(group.encoder_seq, [])
-            self.blocks.grow([group.encoder_seq], group.encoder_seq.num_tokens)
-        if group.metrics.first_scheduled_time is None:
-            group.metrics.first_scheduled_time = time.perf_counter()
-            group.metrics.num_cached_tokens = leader.num_computed_tokens
-            self._totals.num_prompt_tokens += leader.num_prompt_tokens
-            self._totals.num_cached_tokens += leader.num_computed_tokens
-        self._enter(group, [leader], chunk, step)
-        return True
-
-    def _is_reserved(self, group: SequenceGroup) -> bool:
-        """With admission "reserve": nobody will run out of blocks if the group comes in."""
-        if self.config.admission == "optimistic":
-            return True
-        return peak_blocks([*self.running, group], self.config) <= self.blocks.num_blocks
-
-    def _resume(self, group: SequenceGroup, step: Step) -> bool:
-        """Bring a swapped group back with all its blocks, or leave everything as it was."""
-        seqs = group.active()
-        if step.swaps_out or self._chunk(group, len(seqs), step) < 1:
-            return False
-        if group.num_seats > step.seats:
-            return False
-        needed = self._blocks_to_enter(group, step)
-        if needed > self.blocks.num_free_blocks:
-            if (
-                not self.running
-            ):  # the whole pool does not hold it any more: it ends with what it has
-                self._outgrow(group, step)
-                return True
-            return False
-        self.swapped.remove(group)
-        step.swaps_in += self.blocks.swap_in(group.owners)
-        chunk = self._chunk(group, len(seqs), step)
-        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
-            chunk = max(1, chunk // 2)
-        self._set_state(group, SequenceStatus.SWAPPED)
-        self._enter(group, seqs, chunk, step)
-        return True
-
-    def _enter(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> None:
-        for seq in group.live:
-            seq.status = SequenceStatus.RUNNING
-        step.seats -= group.num_seats
-        insort(self.running, group, key=self._turn)
-        self._place(group, seqs, chunk, step)
-
-    def _place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int, step: Step) -> None:
-        copies = self.blocks.grow(seqs, chunk)
-        if copies:
-            step.copies += copies
-            group.generation_id += 1
-        step.token_budget -= chunk * len(seqs) + group.num_encoder_tokens_to_feed
-        step.rows.append(Row(group, seqs, chunk, group.is_prefill))
 
     # -- out of the scheduler
 
@@ -598,8 +347,8 @@ class Scheduler:
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
             )
         self._in_flight = None
-        self._totals.num_steps += 1
-        self._totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
+        self.totals.num_steps += 1
+        self.totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
         return write_back(self, step, outputs)
 
     def take_in_flight(self) -> Step:
@@ -611,7 +360,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Where the scheduler stands, and its totals so far."""
-        return SchedulerStats.of(self, self._totals)
+        return SchedulerStats.of(self, self.totals)
 
     def check_invariants(self) -> None:
         """Raise RuntimeError unless block accounting, tables and queues agree. Meant for between steps."""

@@ -1,0 +1,125 @@
+"""Filling one step: running groups take their places, in order of turn, and make room at the expense of those behind."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .sequence import Sequence, SequenceGroup, SequenceStatus
+from .step import Row, Step
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+class Selection:
+    """One step in the making. `Entrance` adds how those that do not run yet come in."""
+
+    def __init__(self, scheduler: Scheduler, step: Step) -> None:
+        self.scheduler = scheduler
+        self.config = scheduler.config
+        self.blocks = scheduler.blocks
+        self.step = step
+
+    def turns(self) -> Iterator[SequenceGroup]:
+        """All groups in the order in which they may take from the step's budget."""
+        scheduler = self.scheduler
+        decodes = [group for group in scheduler.running if not group.is_prefill]
+        prefills = [group for group in scheduler.running if group.is_prefill]
+        newcomers = scheduler.swapped.copy(), scheduler.waiting[: self.config.num_seats + 1]
+        if self.config.order == "decode-first":
+            phases = (decodes, prefills, *newcomers)
+        else:
+            phases = (prefills, *newcomers, decodes)
+        if self.config.policy == "priority":
+            return heapq.merge(*phases, key=lambda group: group.priority)
+        return itertools.chain(*phases)
+
+    def advance(self, group: SequenceGroup) -> None:
+        """Give a running group its place in the step, or let it sit this step out."""
+        seqs = group.active()
+        for seq in seqs:
+            self.blocks.drop_out_of_window(seq)
+        chunk = self.chunk(group, len(seqs))
+        if chunk > 0:
+            chunk = self._make_room(group, seqs, chunk)
+        if chunk > 0:
+            self.place(group, seqs, chunk)
+        else:
+            self.step.admits = (
+                False  # what newcomers took of the budget, or the blocks, would be missed here
+            )
+
+    def place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> None:
+        """Feed `chunk` tokens to each of these sequences; there is room for them."""
+        copies = self.blocks.grow(seqs, chunk)
+        if copies:
+            self.step.copies += copies
+            group.generation_id += 1
+        self.step.token_budget -= chunk * len(seqs) + group.num_encoder_tokens_to_feed
+        self.step.rows.append(Row(group, seqs, chunk, group.is_prefill))
+
+    # -- how many tokens
+
+    def chunk(self, group: SequenceGroup, num_seqs: int, num_cached: int = 0) -> int:
+        """Tokens to feed each sequence now: as many as the budget allows, or where they cannot be split all or none."""
+        wanted = group.num_tokens_to_feed() - num_cached
+        budget = (self.step.token_budget - group.num_encoder_tokens_to_feed) // num_seqs
+        if wanted <= budget:
+            return wanted
+        may_split = self.config.enable_chunked_prefill or num_seqs > 1
+        return self.without_part_spans(group, budget, num_cached) if may_split else 0
+
+    def without_part_spans(self, group: SequenceGroup, chunk: int, num_cached: int = 0) -> int:
+        """The longest chunk up to `chunk` that does not end inside a span that must stay whole."""
+        leader = group.live[0]
+        start = leader.num_computed_tokens + num_cached
+        for span in leader.spans:
+            if span.is_whole and span.offset < start + chunk < span.stop:
+                return max(0, span.offset - start)
+        return max(0, chunk)
+
+    # -- room for them
+
+    def _make_room(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> int:
+        """Have blocks for `chunk` tokens, or as many as there are blocks for, at the expense of groups later in line that
+        have no place in this step yet; returns the tokens there is room for."""
+        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
+            self.step.admits = False
+            victim = self.last_without_place(self.scheduler.turn(group))
+            if victim is not None:
+                self.scheduler.take_blocks(victim, self.step)
+            elif group.is_prefill and len(seqs) == 1 and self._fitting_chunk(group) > 0:
+                return min(chunk, self._fitting_chunk(group))
+            else:
+                if len(self.scheduler.running) == 1:  # the whole pool does not hold it
+                    self.outgrow(group)
+                return 0
+        return chunk
+
+    def _fitting_chunk(self, group: SequenceGroup) -> int:
+        """Tokens that the leader can be fed with the blocks that are free."""
+        leader, size = group.live[0], self.config.block_size
+        room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
+        if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
+            room -= size  # one goes for a copy of its last block
+        return self.without_part_spans(group, room) if self.config.enable_chunked_prefill else 0
+
+    def last_without_place(
+        self, after: tuple[int, int], less_urgent: bool = False
+    ) -> SequenceGroup | None:
+        """The last running group in line after the turn `after` that has no place in the step."""
+        for victim in reversed(self.scheduler.running):
+            turn = self.scheduler.turn(victim)
+            if turn <= after or (less_urgent and turn[0] <= after[0]):
+                return None
+            if not self.step.has(victim):
+                return victim
+        return None
+
+    def outgrow(self, group: SequenceGroup) -> None:
+        """A group that needs more than there is ends with what it has."""
+        self.scheduler.finish_group(group, SequenceStatus.FINISHED_LENGTH)
+        self.step.ignored.append(group)
