@@ -39,13 +39,16 @@ class CrossArrays(NamedTuple):
 
 
 def build_cross_arrays(
-    seq_group_metadata_list: Sequence[SequenceGroupMetadata], block_size: int, num_blocks: int
+    seq_group_metadata_list: Sequence[SequenceGroupMetadata],
+    block_size: int,
+    num_blocks: int,
+    num_rows_before: int = 0,
 ) -> CrossArrays | None:
-    """None when no row of the step has an encoder."""
+    """None when no row of the step has an encoder. So many rows without one come before the snapshots'."""
     groups: list[SequenceGroupMetadata] = []
     encoders: list[SequenceData] = []
     tables: list[np.ndarray] = []
-    group_of_row: list[int] = []  # -1: none
+    group_of_row = [-1] * num_rows_before  # -1: none
     for metadata in seq_group_metadata_list:
         data, table = metadata.encoder_seq_data, metadata.cross_block_table
         group = -1

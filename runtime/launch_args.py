@@ -13,6 +13,7 @@ Example, block size 4; sequence a decodes its 6th token, sequence b feeds a chun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from .launch_checks import (
     first_seen_entries,
     padded_tables,
 )
-from .metadata import MetadataError, SequenceGroupMetadata
+from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata
+from .snapshots import DecodeRows, Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +85,17 @@ class LaunchArgs:
 
 
 class _Rows(NamedTuple):
-    """Snapshots flattened to rows: groups in list order, sequences by ascending seq_id."""
+    """Rows of a step as arrays: groups in list order, sequences by ascending seq_id."""
 
-    owners: list[SequenceGroupMetadata]
-    tables: list[np.ndarray]
-    tokens: list[np.ndarray]  # those fed in this step
-    context_lens: np.ndarray  # int32 [S]
-    query_lens: np.ndarray  # int32 [S]
-    num_logits: list[int]  # rows of logits needed from each row
+    input_ids: np.ndarray  # int64 [T]
+    context_lens: np.ndarray  # int64 [S]
+    query_lens: np.ndarray  # int64 [S]
+    num_logits: np.ndarray  # int64 [S], rows of logits needed from each row
+    block_tables: np.ndarray  # int32 [S, W]
 
 
 def build_launch_args(
-    seq_group_metadata_list: list[SequenceGroupMetadata],
+    seq_group_metadata_list: Sequence[SequenceGroupMetadata],
     block_size: int,
     num_blocks: int,
     buffers: LaunchBuffers,
@@ -104,43 +105,45 @@ def build_launch_args(
     num_blocks counts all blocks of the pool, the null block included. Everything is checked on host integers before
     anything is uploaded: MetadataError names the request and the field at fault.
     """
-    rows = _flatten(seq_group_metadata_list)
-    num_rows, num_tokens = len(rows.owners), int(rows.query_lens.sum())
-    seq_lens = rows.context_lens + rows.query_lens
-    query_start_loc = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(rows.query_lens, out=query_start_loc[1:])
+    snapshots = Snapshots.of(seq_group_metadata_list)
+    if not len(snapshots):
+        raise ValueError("seq_group_metadata_list: expected at least one snapshot, got none")
+    parts, owners, cross = [], [], None
+    if snapshots.decodes is not None:
+        parts.append(_rows_of_decodes(snapshots.decodes, num_blocks, buffers))
+    num_decodes_before = sum(len(part.query_lens) for part in parts)
+    if snapshots.others:
+        rows, owners = _rows_of(snapshots.others, block_size, num_blocks)
+        parts.append(rows)
+        cross = build_cross_arrays(snapshots.others, block_size, num_blocks, num_decodes_before)
+    rows = parts[0] if len(parts) == 1 else _joined(parts)
 
-    block_tables = padded_tables(
-        rows.owners,
-        "block_tables",
-        rows.tables,
-        -(-seq_lens // block_size),
-        num_blocks,
-        first_seen_entries(rows.owners, rows.context_lens, block_size),
-    )
-    row_of_token = np.repeat(np.arange(num_rows), rows.query_lens)
-    positions = np.arange(num_tokens) + (rows.context_lens - query_start_loc[:-1])[row_of_token]
-    block_index, offset = np.divmod(positions, block_size)
-    slot_mapping = block_tables[row_of_token, block_index].astype(np.int64) * block_size + offset
-    cross = build_cross_arrays(seq_group_metadata_list, block_size, num_blocks)
-    _check_slots(rows, slot_mapping, row_of_token, cross, block_size)
-    for owner, table, context_len in zip(
-        rows.owners, rows.tables, rows.context_lens.tolist(), strict=True
-    ):
-        check_computed_blocks(owner, table, context_len, block_size)
+    num_rows, num_tokens = len(rows.query_lens), len(rows.input_ids)
+    seq_lens = rows.context_lens + rows.query_lens
+    if num_tokens == num_rows:
+        row_of_token, positions = np.arange(num_rows), rows.context_lens
+        query_start_loc = np.arange(num_rows + 1, dtype=np.int32)
+    else:
+        query_start_loc = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(rows.query_lens, out=query_start_loc[1:])
+        row_of_token = np.repeat(np.arange(num_rows), rows.query_lens)
+        positions = np.arange(num_tokens) + (rows.context_lens - query_start_loc[:-1])[row_of_token]
+    block_index = positions // block_size
+    slot_mapping = rows.block_tables[row_of_token, block_index] * np.int64(block_size)
+    slot_mapping += positions - block_index * block_size
+    _check_slots(snapshots, owners, slot_mapping, row_of_token, cross, block_size)
 
     arrays = {
-        "input_ids": np.concatenate(rows.tokens).astype(np.int64),
+        "input_ids": rows.input_ids,
         "positions": positions,
         "slot_mapping": slot_mapping,
-        "logits_indices": np.repeat(query_start_loc[1:].astype(np.int64) - 1, rows.num_logits),
+        "logits_indices": np.repeat(query_start_loc[1:] - np.int64(1), rows.num_logits),
         "query_start_loc": query_start_loc,
-        "seq_lens": seq_lens,
-        "block_tables": block_tables,
+        "seq_lens": seq_lens.astype(np.int32),
+        "block_tables": rows.block_tables,
     }
-    is_decode = rows.query_lens == 1
     numbers = {
-        "num_decodes": num_rows if is_decode.all() else int(is_decode.argmin()),
+        "num_decodes": num_rows if num_tokens == num_rows else int((rows.query_lens > 1).argmax()),
         "max_query_len": int(rows.query_lens.max()),
         "max_seq_len": int(seq_lens.max()),
     }
@@ -153,24 +156,57 @@ def build_launch_args(
     return LaunchArgs(**fields)
 
 
+def _rows_of_decodes(rows: DecodeRows, num_blocks: int, buffers: LaunchBuffers) -> _Rows:
+    """Columns to columns; tables are kept from step to step."""
+    ones = np.ones(len(rows), np.int64)
+    num_entries = -(-rows.num_tokens // rows.block_size)
+    tables = buffers.block_tables(rows, num_entries, num_blocks)
+    return _Rows(rows.last_token_ids, rows.num_tokens - 1, ones, ones, tables)
+
+
+def _joined(parts: list[_Rows]) -> _Rows:
+    """Rows of several kinds one after the other, tables padded to one width."""
+    width = max(part.block_tables.shape[1] for part in parts)
+    tables = np.full((sum(len(part.query_lens) for part in parts), width), NULL_BLOCK, np.int32)
+    first = 0
+    for part in parts:
+        stop = first + len(part.query_lens)
+        tables[first:stop, : part.block_tables.shape[1]] = part.block_tables
+        first = stop
+    input_ids, context_lens, query_lens, num_logits = (
+        np.concatenate(columns) for columns in zip(*(part[:-1] for part in parts), strict=True)
+    )
+    return _Rows(input_ids, context_lens, query_lens, num_logits, tables)
+
+
 def _check_slots(
-    rows: _Rows,
+    snapshots: Snapshots,
+    owners: list[SequenceGroupMetadata],
     slot_mapping: np.ndarray,
     row_of_token: np.ndarray,
     cross: CrossArrays | None,
     block_size: int,
 ) -> None:
-    writers = [(owner, "block_tables") for owner in rows.owners]
+    """No slot is written twice. `owners` are those of the rows after the decodes."""
+    num_writers = len(snapshots) - len(snapshots.others) + len(owners)
     if cross is not None and cross.writers:
-        row_of_token = np.concatenate((row_of_token, len(writers) + cross.writer_of_slot))
+        row_of_token = np.concatenate((row_of_token, num_writers + cross.writer_of_slot))
         slot_mapping = np.concatenate((slot_mapping, cross.slot_mapping))
+    order = np.argsort(slot_mapping, kind="stable")
+    ordered = slot_mapping[order]
+    if (ordered[1:] != ordered[:-1]).all():
+        return
+    decodes = snapshots[: len(snapshots) - len(snapshots.others)]
+    writers = [(owner, "block_tables") for owner in (*decodes, *owners)]
+    if cross is not None:
         writers += [(owner, "cross_block_table") for owner in cross.writers]
     check_slots(writers, slot_mapping, row_of_token, block_size)
 
 
-def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
-    if not seq_group_metadata_list:
-        raise ValueError("seq_group_metadata_list: expected at least one snapshot, got none")
+def _rows_of(
+    seq_group_metadata_list: Sequence[SequenceGroupMetadata], block_size: int, num_blocks: int
+) -> tuple[_Rows, list[SequenceGroupMetadata]]:
+    """The rows of snapshots, checked, and the snapshot each of them is of."""
     owners, tables, tokens, context_lens, num_logits = [], [], [], [], []
     prefill_seen = False
     for metadata in seq_group_metadata_list:
@@ -190,12 +226,17 @@ def _flatten(seq_group_metadata_list: list[SequenceGroupMetadata]) -> _Rows:
             tokens.append(data.token_ids(context_len, context_len + metadata.token_chunk_size))
             context_lens.append(context_len)
             num_logits.append(draws)
-    query_lens = [metadata.token_chunk_size for metadata in owners]
-    return _Rows(
+    query_lens = np.array([metadata.token_chunk_size for metadata in owners], np.int64)
+    contexts = np.array(context_lens, np.int64)
+    padded = padded_tables(
         owners,
+        "block_tables",
         tables,
-        tokens,
-        np.array(context_lens, np.int32),
-        np.array(query_lens, np.int32),
-        num_logits,
+        -(-(contexts + query_lens) // block_size),
+        num_blocks,
+        first_seen_entries(owners, contexts, block_size),
     )
+    for owner, table, context_len in zip(owners, tables, context_lens, strict=True):
+        check_computed_blocks(owner, table, context_len, block_size)
+    input_ids = np.concatenate(tokens).astype(np.int64)
+    return _Rows(input_ids, contexts, query_lens, np.array(num_logits, np.int64), padded), owners

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata
+from .snapshots import DecodeRows
 
 
 def check_lengths(metadata: SequenceGroupMetadata) -> None:
@@ -80,6 +81,28 @@ def padded_tables(
             f"expected ids in [1, {num_blocks}), got {int(padded[row, index])} at index {index}",
         )
     return padded
+
+
+def check_entries(
+    rows: DecodeRows, row: int, entries: np.ndarray, start: int, stop: int, num_blocks: int
+) -> None:
+    """Entries [start, stop) of a decode's table are there, and are ids of the pool; before the window the null block."""
+    request_id, window = rows.request_ids[row], rows.sliding_window
+    if len(entries) < stop - start:
+        raise MetadataError(
+            request_id,
+            "block_tables",
+            f"expected {stop} entries or more, got {start + len(entries)}",
+        )
+    seen = 0 if window is None else max(0, int(rows.num_tokens[row]) - window) // rows.block_size
+    lowest = np.where(np.arange(start, stop) < seen, NULL_BLOCK, NULL_BLOCK + 1)
+    bad = np.flatnonzero((entries < lowest) | (entries >= num_blocks))
+    if len(bad):
+        raise MetadataError(
+            request_id,
+            "block_tables",
+            f"expected ids in [1, {num_blocks}), got {int(entries[bad[0]])} at index {start + int(bad[0])}",
+        )
 
 
 def first_seen_entries(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +12,10 @@ from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from .block_mover import BlockMover
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
-from .metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
+from .metadata import SamplerOutput, SequenceGroupMetadata
 from .sampler import sample, sampling_rows
 from .shadow_cache import ShadowCache
+from .snapshots import Snapshots
 
 _NO_TOKENS = SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
@@ -56,7 +57,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(
         self,
-        seq_group_metadata_list: list[SequenceGroupMetadata],
+        seq_group_metadata_list: Sequence[SequenceGroupMetadata],
         *,
         blocks_to_swap_out: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
@@ -75,10 +76,7 @@ class ModelRunner:
                 seq_group_metadata_list, self.pool.block_size, self.pool.num_blocks, self._buffers
             )
         rows = sampling_rows(seq_group_metadata_list)
-        for metadata in seq_group_metadata_list:
-            current = generation_of(metadata.request_id)
-            if current != metadata.generation_id:
-                raise StaleMetadataError(metadata.request_id, metadata.generation_id, current)
+        Snapshots.of(seq_group_metadata_list).check_current(generation_of)
         if self._shadow is not None:
             self._shadow.check_step(
                 seq_group_metadata_list, blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy
@@ -98,7 +96,7 @@ class ModelRunner:
 
 
 def blocks_written(
-    seq_group_metadata_list: list[SequenceGroupMetadata], block_size: int
+    seq_group_metadata_list: Sequence[SequenceGroupMetadata], block_size: int
 ) -> Iterator[int]:
     """The blocks that the step's new keys and values go to."""
     for metadata in seq_group_metadata_list:

@@ -6,12 +6,14 @@ index, place in the output): no generator state exists that batching, chunking o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .metadata import SamplerOutput, SequenceGroupMetadata
+from .snapshots import DecodeRows, Snapshots
 
 
 class SamplingRows(NamedTuple):
@@ -26,8 +28,30 @@ class SamplingRows(NamedTuple):
     num_candidates: np.ndarray  # int64, tokens asked for: 1, or more for a beam search
 
 
-def sampling_rows(seq_group_metadata_list: list[SequenceGroupMetadata]) -> SamplingRows:
+def sampling_rows(seq_group_metadata_list: Sequence[SequenceGroupMetadata]) -> SamplingRows:
     """Columns for the rows that `build_launch_args` asks logits for, in the same order."""
+    snapshots = Snapshots.of(seq_group_metadata_list)
+    if snapshots.decodes is None:
+        return _rows_of(snapshots.others)
+    decodes = _rows_of_decodes(snapshots.decodes)
+    if not snapshots.others:
+        return decodes
+    return SamplingRows(*map(np.concatenate, zip(decodes, _rows_of(snapshots.others), strict=True)))
+
+
+def _rows_of_decodes(rows: DecodeRows) -> SamplingRows:
+    return SamplingRows(
+        rows.temperature,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
+        rows.seed,
+        (rows.num_tokens - rows.num_prompt_tokens).astype(np.uint64),
+        np.ones(len(rows), np.int64),
+    )
+
+
+def _rows_of(seq_group_metadata_list: Sequence[SequenceGroupMetadata]) -> SamplingRows:
     rows = []
     for metadata in seq_group_metadata_list:
         if not metadata.do_sample:

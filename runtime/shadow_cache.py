@@ -11,6 +11,7 @@ token in sight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -32,7 +33,7 @@ class ShadowCache:
 
     def check_step(
         self,
-        seq_group_metadata_list: list[SequenceGroupMetadata],
+        seq_group_metadata_list: Sequence[SequenceGroupMetadata],
         blocks_to_swap_out: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_copy: list[tuple[int, int]] | tuple[()] = (),

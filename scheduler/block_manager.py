@@ -45,7 +45,7 @@ class BlockTable:
         return self._length
 
     def __getitem__(self, index: int) -> int:
-        return int(self._ids[: self._length][index])
+        return int(self._ids[index if index >= 0 else self._length + index])
 
     def extend(self, block_ids: list[int]) -> None:
         stop = self._length + len(block_ids)
@@ -68,6 +68,10 @@ class BlockTable:
             self._ids[:stop] = NULL_BLOCK
             self._view, self.num_dropped = None, stop
         return dropped
+
+    @property
+    def buffer(self) -> np.ndarray:
+        return self._ids
 
     def view(self) -> np.ndarray:
         if self._view is None:
@@ -141,6 +145,11 @@ class BlockManager:
     def table(self, seq_id: int) -> np.ndarray:
         """int32 [blocks], read-only and never changed afterwards."""
         return self._tables[seq_id].view()
+
+    def table_buffer(self, seq_id: int) -> np.ndarray:
+        """The array whose beginning is the table, int32. Append-only; another one takes its place when it is full or an
+        entry has to change."""
+        return self._tables[seq_id].buffer
 
     def num_blocks_needed(self, seqs: Iterable[Sequence], num_new_tokens: int) -> int:
         """Blocks to be had before each sequence can be fed `num_new_tokens` more, copies of shared blocks included.
@@ -220,6 +229,11 @@ class BlockManager:
         table = self._tables[seq.seq_id]
         for block in table.drop(min(max(first_visible, 0) // self.block_size, len(table))):
             self.device.release(block)
+
+    def grow_by_one(self, seqs: Iterable[Sequence]) -> None:
+        """One more block for each of these sequences, whose tables are full."""
+        for seq in seqs:
+            self._tables[seq.seq_id].extend([self.device.take()])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the blocks of `parent`; whoever writes a shared block first gets a copy."""
@@ -301,7 +315,8 @@ class BlockManager:
             return []
         num_full = (max_tokens - 1) // self.block_size
         blocks = []
-        for digest in self._digests(seq, namespace, num_full):
+        self._extend_digests(seq, namespace, num_full)
+        for digest in seq.block_digests[:num_full]:
             block = self.device.find(digest)
             if block is None and self.sliding_window is None:
                 break
@@ -336,9 +351,11 @@ class BlockManager:
         first, stop = start // self.block_size, seq.num_computed_tokens // self.block_size
         if first == stop:
             return []
-        table, digests = self._tables[seq.seq_id], self._digests(seq, namespace, stop)
-        full = [(table[index], digests[index]) for index in range(first, stop)]
-        return [block for block, digest in full if self.device.publish(block, digest)]
+        self._extend_digests(seq, namespace, stop)
+        table, digests, publish = self._tables[seq.seq_id], seq.block_digests, self.device.publish
+        return [
+            block for index in range(first, stop) if publish(block := table[index], digests[index])
+        ]
 
     def unpublish(self, blocks: Iterable[int]) -> None:
         """Forget what `publish` made known of these blocks, because the step that fills them will not run."""
@@ -348,25 +365,26 @@ class BlockManager:
         """Forget every published block, for example after the weights have changed."""
         self.device.unpublish_all()
 
-    def _digests(self, seq: Sequence, namespace: str, num_blocks: int) -> list[bytes]:
-        """Chain digests of the first `num_blocks` full blocks.
+    def _extend_digests(self, seq: Sequence, namespace: str, num_blocks: int) -> None:
+        """Have the chain digests of the first `num_blocks` full blocks in `seq.block_digests`.
 
-        d[i] = H(key = d[i-1], tokens of block i, and the digest and place of each image or the like that lies in it)
+        d[i] = H(d[i-1], tokens of block i, and the digest and place of each image or the like that lies in it)
+        d[-1] is of the namespace and keyed, so that nobody can make a digest without the key.
         """
         digests = seq.block_digests
-        if len(digests) < num_blocks:
-            parent = digests[-1] if digests else self._root(namespace)
-            tokens, size = seq.token_ids, self.block_size
-            for index in range(len(digests), num_blocks):
-                start, stop = index * size, (index + 1) * size
-                content = tokens[start:stop].tobytes()
-                for span in seq.spans:
-                    if span.offset < stop and span.stop > start:
-                        place = np.array([span.offset - start, span.length, len(span.digest)])
-                        content += place.tobytes() + span.digest
-                parent = blake2b(content, digest_size=_DIGEST_BYTES, key=parent).digest()
-                digests.append(parent)
-        return digests[:num_blocks]
+        if len(digests) >= num_blocks:
+            return
+        parent = digests[-1] if digests else self._root(namespace)
+        tokens, size = seq.token_buffer, self.block_size
+        for index in range(len(digests), num_blocks):
+            start, stop = index * size, (index + 1) * size
+            content = tokens[start:stop].tobytes()
+            for span in seq.spans:
+                if span.offset < stop and span.stop > start:
+                    place = np.array([span.offset - start, span.length, len(span.digest)])
+                    content += place.tobytes() + span.digest
+            parent = blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
+            digests.append(parent)
 
     def _root(self, namespace: str) -> bytes:
         return blake2b(namespace.encode(), digest_size=_DIGEST_BYTES, key=self._cache_key).digest()

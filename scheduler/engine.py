@@ -29,7 +29,7 @@ class Runner(Protocol):
 
     def execute(
         self,
-        seq_group_metadata_list: list[SequenceGroupMetadata],
+        seq_group_metadata_list: Seq[SequenceGroupMetadata],
         *,
         blocks_to_swap_in: list[tuple[int, int]],
         blocks_to_swap_out: list[tuple[int, int]],

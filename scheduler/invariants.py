@@ -17,6 +17,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     """RuntimeError unless block accounting, tables and queues agree (I1, I2, I3, I5, and the baseline of I9)."""
     blocks, step = scheduler.blocks, scheduler.in_flight
     blocks.check_integrity([] if step is None else step.fenced)  # I1, I2, I5
+    if step is None:
+        scheduler.batch.check_integrity()
     queues = (
         (scheduler.running, SequenceStatus.RUNNING),
         (scheduler.swapped, SequenceStatus.SWAPPED),

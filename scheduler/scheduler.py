@@ -24,9 +24,11 @@ import time
 from bisect import insort
 
 from ..runtime.metadata import SamplerOutput
+from ..runtime.snapshots import Snapshots
 from .admission import check_admissible
 from .block_manager import BlockManager
 from .config import SchedulerConfig
+from .decode_batch import DecodeBatch
 from .entrance import Entrance
 from .invariants import check_invariants
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -49,6 +51,7 @@ class Scheduler:
             num_cpu_blocks=config.num_cpu_blocks,
             sliding_window=config.sliding_window,
         )
+        self.batch = DecodeBatch(self.blocks, config)
         # each in order of turn
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -115,6 +118,7 @@ class Scheduler:
             self.take_blocks(group, self._ahead)
             return group
         self.running.remove(group)
+        self.batch.leave(group)
         group.metrics.num_preemptions += 1
         for row in self._in_flight.rows:
             row.is_void = row.is_void or row.group is group
@@ -146,7 +150,7 @@ class Scheduler:
     def release(self, seq: Sequence) -> None:
         """A sequence needs its blocks no more: they are free at once, unless a step in flight names them."""
         step = self._in_flight
-        if step is None or not any(seq in row.seqs for row in step.rows):
+        if step is None or not step.names(seq):
             self.blocks.free(seq)
 
     def end_search(self, group: SequenceGroup) -> None:
@@ -163,6 +167,7 @@ class Scheduler:
     def _take_leave(self, group: SequenceGroup) -> None:
         del self._groups[group.request_id]
         self._ahead.swaps_out.pop(group, None)
+        self.batch.leave(group)
         for queue in (self.running, self.swapped, self.waiting):
             if group in queue:
                 queue.remove(group)
@@ -173,6 +178,7 @@ class Scheduler:
         if group.sampling_params.use_beam_search:
             conclude_search(group)
         group.metrics.finished_time = time.perf_counter()
+        group.metrics.num_generated_tokens = sum(seq.num_output_tokens for seq in group.seqs)
         self.totals.num_finished += 1
 
     def has_unfinished(self) -> bool:
@@ -204,10 +210,18 @@ class Scheduler:
                 "schedule: a step is in flight, expected update() or rollback() first"
             )
         step, self._ahead = self._ahead, self._new_step()
-        step.seats = self.config.num_seats - sum(group.num_seats for group in self.running)
+        self.batch.refresh()
+        others, batched = [], self.batch.row_of
+        if len(batched) < len(self.running):
+            others = [group for group in self.running if group not in batched]
+        seats = len(self.batch) + sum(group.num_seats for group in others)
+        step.seats = self.config.num_seats - seats
         taken_before = len(step.preempted)
         entrance = Entrance(self, step)
-        for group in entrance.turns():
+        if not entrance.decode(others):
+            self.batch.clear()
+            others = self.running.copy()
+        for group in entrance.turns(others):
             if group in step.preempted[taken_before:] or group.is_finished:
                 continue  # lost its place, or ended, for the sake of one before it
             if group.state is SequenceStatus.RUNNING:
@@ -227,6 +241,7 @@ class Scheduler:
         step.preempted.append(group)
         step.seats += group.num_seats
         self.running.remove(group)
+        self.batch.leave(group)
         group.metrics.num_preemptions += 1
         holders = [seq for seq in group.owners if self.blocks.has_table(seq.seq_id)]
         mode = self.config.preemption_mode
@@ -268,17 +283,19 @@ class Scheduler:
         """Snapshots first, then progress, then what the prefix cache may know of it."""
         # a stable sort: decodes first. A preempted group that finds all but its newest token cached is a decode
         step.rows.sort(key=lambda row: row.is_prefill)
+        snapshots = []
         for row in step.rows:
             snapshot = create_metadata(
                 row.group, row.seqs, row.chunk, row.is_prefill, self.blocks, self.config
             )
             row.num_samples, row.num_candidates = snapshot.num_samples, snapshot.num_candidates
-            step.snapshots.append(snapshot)
+            snapshots.append(snapshot)
+        step.snapshots = Snapshots(None if step.decodes is None else step.decodes.rows, snapshots)
         for row in step.rows:
             self._progress(row)
         outputs = SchedulerOutputs(
             seq_group_metadata_list=step.snapshots,
-            scheduled_seq_groups=[row.group for row in step.rows],
+            scheduled_seq_groups=step.groups,
             blocks_to_swap_in=step.swaps_in,
             blocks_to_swap_out=[pair for pairs in step.swaps_out.values() for pair in pairs],
             blocks_to_copy=step.copies,
@@ -316,23 +333,31 @@ class Scheduler:
         their tokens again."""
         step = self.take_in_flight()
         self._in_flight = None
+        self.batch.clear()
+        if step.decodes is not None:
+            self.blocks.unpublish(step.decodes.published)
+            for group, seq in zip(step.decodes.groups, step.decodes.seqs, strict=True):
+                self._undo(group, [seq])
         for row in reversed(step.rows):
             self.blocks.unpublish(row.published)
             if row.is_void:
                 continue
-            for seq in row.seqs:
-                self.blocks.free(seq)  # those that ended meanwhile had waited for this step
-            if row.group.is_finished and row.group.encoder_seq is not None:
-                self.blocks.free(row.group.encoder_seq)
-            if row.group in self.running:
-                self.running.remove(row.group)
-                row.group.metrics.num_preemptions += 1
-                self._give_up_blocks(row.group)
+            self._undo(row.group, row.seqs)
         self.blocks.release(step.fenced)
         for group in step.swaps_out:
             if group in self.swapped:
                 self.swapped.remove(group)
                 self._give_up_blocks(group)
+
+    def _undo(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self.blocks.free(seq)  # those that ended meanwhile had waited for this step
+        if group.is_finished and group.encoder_seq is not None:
+            self.blocks.free(group.encoder_seq)
+        if group in self.running:
+            self.running.remove(group)
+            group.metrics.num_preemptions += 1
+            self._give_up_blocks(group)
 
     def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:
         """Write the tokens of the step in flight back, row by row; returns the groups that got tokens.
@@ -342,6 +367,7 @@ class Scheduler:
         """
         step = self.take_in_flight()
         expected = sum(row.num_samples for row in step.rows)
+        expected += 0 if step.decodes is None else len(step.decodes.rows)
         if len(outputs.token_ids) != expected:
             raise ValueError(
                 f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"

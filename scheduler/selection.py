@@ -23,11 +23,34 @@ class Selection:
         self.blocks = scheduler.blocks
         self.step = step
 
-    def turns(self) -> Iterator[SequenceGroup]:
-        """All groups in the order in which they may take from the step's budget."""
+    def decode(self, others: list[SequenceGroup]) -> bool:
+        """Place all plain decodes at once, if that is what going through the groups in order would come to: all decodes
+        are before all others in line, and there are blocks for every one of them. `others` run too.
+        """
+        batch, scheduler = self.scheduler.batch, self.scheduler
+        if not batch:
+            return False
+        is_first = self.config.policy == "fcfs" and self.config.order == "decode-first"
+        if not is_first and (
+            scheduler.waiting or scheduler.swapped or any(group.is_prefill for group in others)
+        ):
+            return False
+        needed = batch.num_blocks_needed()
+        for group in others:
+            if not group.is_prefill:
+                needed += self.blocks.num_blocks_needed(group.active(), 1)
+        if needed > self.blocks.num_free_blocks:
+            return False
+        step = self.step
+        step.decodes = batch.place()
+        step.token_budget -= len(batch)
+        return True
+
+    def turns(self, running: list[SequenceGroup]) -> Iterator[SequenceGroup]:
+        """Groups in the order in which they may take from the step's budget: these running ones, and those to come in."""
         scheduler = self.scheduler
-        decodes = [group for group in scheduler.running if not group.is_prefill]
-        prefills = [group for group in scheduler.running if group.is_prefill]
+        decodes = [group for group in running if not group.is_prefill]
+        prefills = [group for group in running if group.is_prefill]
         newcomers = scheduler.swapped.copy(), scheduler.waiting[: self.config.num_seats + 1]
         if self.config.order == "decode-first":
             phases = (decodes, prefills, *newcomers)
@@ -60,6 +83,7 @@ class Selection:
             group.generation_id += 1
         self.step.token_budget -= chunk * len(seqs) + group.num_encoder_tokens_to_feed
         self.step.rows.append(Row(group, seqs, chunk, group.is_prefill))
+        self.step.placed.add(group)
 
     # -- how many tokens
 

@@ -73,7 +73,7 @@ class Sequence:
         self.seq_id = seq_id
         self.index = index  # which of the request's samples
         self.num_prompt_tokens = self.num_tokens = len(prompt)
-        self._set_buffers(np.zeros(self.num_tokens + 16, np.int32), np.zeros(16, np.float32))
+        self._set_buffers(np.zeros(self.num_tokens + 64, np.int32), np.zeros(64, np.float32))
         self._tokens[: self.num_tokens] = prompt
         self.prompt_token_ids = self._token_view[: self.num_tokens]
         self.num_computed_tokens = 0
@@ -110,14 +110,33 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status.is_finished
 
+    @property
+    def token_buffer(self) -> np.ndarray:
+        """Read-only, int32: `token_ids` is its beginning, and tokens yet to come go behind it while there is room."""
+        return self._token_view
+
+    @property
+    def logprob_buffer(self) -> np.ndarray:
+        """Read-only, float32, of the output's tokens."""
+        return self._logprob_view
+
+    @property
+    def buffers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log probabilities, writable: for whoever appends to many sequences at once."""
+        return self._tokens, self._logprobs
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for in the present buffers."""
+        return min(len(self._tokens), self.num_prompt_tokens + len(self._logprobs))
+
     def append(self, token_id: int, logprob: float) -> None:
         if self.num_tokens == len(self._tokens):
-            self._set_buffers(np.resize(self._tokens, 2 * len(self._tokens)), self._logprobs)
-        out = self.num_tokens - self.num_prompt_tokens
-        if out == len(self._logprobs):
-            self._set_buffers(self._tokens, np.resize(self._logprobs, 2 * len(self._logprobs)))
+            self._set_buffers(_doubled(self._tokens), self._logprobs)
+        if self.num_output_tokens == len(self._logprobs):
+            self._set_buffers(self._tokens, _doubled(self._logprobs))
         self._tokens[self.num_tokens] = token_id
-        self._logprobs[out] = logprob
+        self._logprobs[self.num_output_tokens] = logprob
         self.num_tokens += 1
         self.cumulative_logprob += logprob
 
@@ -159,6 +178,12 @@ def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
             f"prompt_token_ids: expected 32-bit token ids, got {array.min()} to {array.max()}"
         )
     return array.astype(np.int32)
+
+
+def _doubled(array: np.ndarray) -> np.ndarray:
+    larger = np.zeros(2 * len(array), array.dtype)
+    larger[: len(array)] = array
+    return larger
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

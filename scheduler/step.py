@@ -8,8 +8,10 @@ from types import MappingProxyType
 import numpy as np
 
 from ..runtime.metadata import SequenceGroupMetadata, SpanChunk
+from ..runtime.snapshots import Snapshots
 from .block_manager import BlockManager
 from .config import SchedulerConfig
+from .decode_batch import DecodePlace
 from .sequence import Sequence, SequenceGroup
 
 
@@ -23,7 +25,7 @@ class SchedulerOutputs:
     `preempted` lost their place and their device blocks in this step.
     """
 
-    seq_group_metadata_list: list[SequenceGroupMetadata]
+    seq_group_metadata_list: Snapshots
     scheduled_seq_groups: list[SequenceGroup] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -61,7 +63,9 @@ class Step:
     number: int
     token_budget: int
     seats: int = 0  # that are not taken by running groups
+    decodes: DecodePlace | None = None  # the batch of plain decodes, whose rows come first
     rows: list[Row] = field(default_factory=list)
+    placed: set[SequenceGroup] = field(default_factory=set)  # those of `rows`
     copies: list[tuple[int, int]] = field(default_factory=list)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)
     swaps_out: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
@@ -69,13 +73,27 @@ class Step:
     ignored: list[SequenceGroup] = field(default_factory=list)
     admits: bool = True  # False once somebody found no room: those behind do not overtake
     awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
-    snapshots: list[SequenceGroupMetadata] = field(default_factory=list)
+    snapshots: Snapshots = field(default_factory=Snapshots)
     fenced: list[int] = field(
         default_factory=list
     )  # blocks given up meanwhile, in use until the step is over
 
     def has(self, group: SequenceGroup) -> bool:
-        return any(row.group is group for row in self.rows)
+        """Whether the group has its place in the step."""
+        decodes = self.decodes
+        return group in self.placed or (decodes is not None and group in decodes.row_of)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """Those that take part, in row order."""
+        others = [row.group for row in self.rows]
+        return others if self.decodes is None else [*self.decodes.groups, *others]
+
+    def names(self, seq: Sequence) -> bool:
+        """Whether the step reads or writes the sequence's blocks."""
+        if self.decodes is not None and seq in self.decodes.seqs:
+            return True
+        return any(seq in row.seqs for row in self.rows)
 
 
 def create_metadata(

@@ -10,6 +10,7 @@ import numpy as np
 from ..runtime.metadata import SamplerOutput
 from . import beam_search
 from .beam_search import Continuation, Hypothesis
+from .decode_batch import DecodeBatch, DecodePlace
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .step import Row, Step
 
@@ -22,6 +23,11 @@ _NOT_FINITE = "the model's logits were not finite"
 def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list[SequenceGroup]:
     """Give each row of the step its tokens; returns the groups that got some."""
     changed, start = [], 0
+    if step.decodes is not None:
+        start = len(step.decodes.rows)
+        changed += _write_decodes(
+            scheduler, step.decodes, outputs.token_ids[:start], outputs.logprobs[:start]
+        )
     for row in step.rows:
         stop = start + row.num_samples
         if row.num_samples and row.group.live and not row.is_void:
@@ -36,8 +42,28 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
                 scheduler.blocks.free(seq)  # waited for this step
         if row.group.is_finished and row.group.encoder_seq is not None:
             scheduler.blocks.free(row.group.encoder_seq)
+        if not row.is_void and row.group.live and DecodeBatch.takes(row.group):
+            scheduler.batch.join(row.group)
     scheduler.blocks.release(step.fenced)
     return changed
+
+
+def _write_decodes(
+    scheduler: Scheduler, place: DecodePlace, token_ids: np.ndarray, logprobs: np.ndarray
+) -> list[SequenceGroup]:
+    """Columns at once; those out of the ordinary one by one."""
+    batch, absent = scheduler.batch, set()
+    for row in batch.append(token_ids, logprobs):
+        group, seq = place.groups[row], place.seqs[row]
+        if batch.is_leaving(group):  # it has ended, or lost its blocks, while the step ran
+            absent.add(group)
+            if seq.is_finished:
+                scheduler.blocks.free(seq)
+            continue
+        _write_sample(scheduler, group, seq, int(token_ids[row]), float(logprobs[row]))
+        if not seq.is_finished:
+            batch.reread(row)
+    return [group for group in place.groups if group not in absent] if absent else place.groups
 
 
 def _write_samples(
@@ -47,16 +73,20 @@ def _write_samples(
     if len(token_ids) > len(seqs):
         seqs = _fork_samples(scheduler, group)
     for seq, token, logprob in zip(seqs, token_ids.tolist(), logprobs.tolist(), strict=True):
-        if seq.is_finished:
-            continue
-        if token < 0:
-            scheduler.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
-            continue
-        seq.append(token, logprob)
-        group.metrics.num_generated_tokens += 1
-        end = _end_of(scheduler, group, seq, token)
-        if end is not None:
-            scheduler.finish_sequence(group, seq, *end)
+        if not seq.is_finished:
+            _write_sample(scheduler, group, seq, token, logprob)
+
+
+def _write_sample(
+    scheduler: Scheduler, group: SequenceGroup, seq: Sequence, token: int, logprob: float
+) -> None:
+    if token < 0:
+        scheduler.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
+        return
+    seq.append(token, logprob)
+    end = _end_of(scheduler, group, seq, token)
+    if end is not None:
+        scheduler.finish_sequence(group, seq, *end)
 
 
 def _fork_samples(scheduler: Scheduler, group: SequenceGroup) -> list[Sequence]:
@@ -120,7 +150,6 @@ def _write_beams(
         group.hypotheses.append(Hypothesis(value, seq))
     group.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
     del group.hypotheses[params.width :]
-    group.metrics.num_generated_tokens += len(going) + len(ending)
     best = going[0].cumulative_logprob if going else None
     if beam_search.is_over(best, group.hypotheses, length, longest, params):
         scheduler.end_search(group)

@@ -11,7 +11,11 @@ import octavo
 
 ROOT = Path(octavo.__file__).parent
 LAYERS = ("kernels", "runtime", "scheduler", "models")  # each may import those before it
-TORCH_FREE = {"runtime.metadata", "runtime.params"}  # all that scheduler may import of runtime
+TORCH_FREE = {
+    "runtime.metadata",
+    "runtime.params",
+    "runtime.snapshots",
+}  # all that scheduler may import of runtime
 HEAVY = {"torch", "triton", "transformers"}
 FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 

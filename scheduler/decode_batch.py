@@ -1,0 +1,289 @@
+"""Requests that decode one sequence and need nothing else: a step of them is a few operations on columns.
+
+The sequences stay the truth about themselves. The batch keeps what a step asks of all of them side by side, and moves it
+along with them; `Scheduler.check_invariants` compares the two. What is out of the ordinary leaves the batch and goes the
+general way: groups of several sequences, beams, encoders, prefills, and everybody while blocks are short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
+
+from ..runtime.snapshots import DecodeRows
+from .block_manager import BlockManager
+from .config import SchedulerConfig
+from .sequence import Sequence, SequenceGroup, SequenceStatus
+
+_COLUMNS = {
+    "num_tokens": np.int64,
+    "num_prompt_tokens": np.int64,
+    "last_token_ids": np.int64,
+    "cumulative_logprobs": np.float64,
+    "limit": np.int64,  # tokens at which the sequence ends by length
+    "capacity": np.int64,  # tokens its buffers have room for
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float64,
+    "seed": np.uint64,
+}
+
+
+@dataclass(frozen=True)
+class DecodePlace:
+    """The batch's place in a step."""
+
+    rows: DecodeRows
+    groups: list[SequenceGroup]
+    seqs: list[Sequence]
+    row_of: dict[SequenceGroup, int]
+    published: list[int] = field(default_factory=list)
+
+
+class DecodeBatch:
+    """Groups join and leave between steps (`refresh`); lists are replaced when they change, snapshots keep the old ones."""
+
+    def __init__(self, blocks: BlockManager, config: SchedulerConfig) -> None:
+        self._blocks = blocks
+        self._config = config
+        self.row_of: dict[SequenceGroup, int] = {}
+        self._joining: list[SequenceGroup] = []
+        self._leaving: set[SequenceGroup] = set()
+        self.groups: list[SequenceGroup] = []
+        self.seqs: list[Sequence] = []
+        self._column = {name: np.zeros(0, dtype) for name, dtype in _COLUMNS.items()}
+        self._ends = np.zeros((0, 1), np.int64)  # tokens that end the sequence, padded with -1
+        self._tokens: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._buffers: list[tuple[np.ndarray, np.ndarray]] = []  # the same, writable
+        self._tables: list[np.ndarray] = []
+        self._fixed: dict[str, list] = {}
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    # -- who is in it
+
+    @staticmethod
+    def takes(group: SequenceGroup) -> bool:
+        """Whether a group's next steps are plain decodes."""
+        params = group.sampling_params
+        return (
+            params.width == 1
+            and not params.use_beam_search
+            and group.encoder_seq is None
+            and group.state is SequenceStatus.RUNNING
+            and not group.is_prefill
+        )
+
+    def join(self, group: SequenceGroup) -> None:
+        self._joining.append(group)
+
+    def leave(self, group: SequenceGroup) -> None:
+        """The group ends, or loses its blocks. No effect if it is not in the batch."""
+        if group in self.row_of:
+            self._leaving.add(group)
+        elif group in self._joining:
+            self._joining.remove(group)
+
+    def clear(self) -> None:
+        """Everybody goes the general way for a step, and joins again after it."""
+        self._leaving.update(self.groups)
+        self._joining.clear()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Let those go who left, and take in those who joined."""
+        if self._leaving:
+            self._drop([i for i, group in enumerate(self.groups) if group not in self._leaving])
+            self._leaving.clear()
+        if self._joining:
+            self._take_in(self._joining)
+            self._joining = []
+
+    def _drop(self, kept: list[int]) -> None:
+        for name in ("groups", "seqs", "_tokens", "_logprobs", "_buffers", "_tables"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in kept])
+        for name, column in self._column.items():
+            self._column[name] = column[kept]
+        self._ends = self._ends[kept]
+        self._number()
+
+    def _take_in(self, groups: list[SequenceGroup]) -> None:
+        seqs = [group.live[0] for group in groups]
+        for seq in seqs:
+            self._blocks.drop_out_of_window(seq)
+        self.groups = [*self.groups, *groups]
+        self.seqs = [*self.seqs, *seqs]
+        self._tokens = [*self._tokens, *(seq.token_buffer for seq in seqs)]
+        self._logprobs = [*self._logprobs, *(seq.logprob_buffer for seq in seqs)]
+        self._buffers = [*self._buffers, *(seq.buffers for seq in seqs)]
+        self._tables = [*self._tables, *(self._blocks.table_buffer(seq.seq_id) for seq in seqs)]
+        new = zip(*(self._values(g, seq) for g, seq in zip(groups, seqs, strict=True)), strict=True)
+        for (name, column), values in zip(self._column.items(), new, strict=True):
+            self._column[name] = np.concatenate((column, np.array(values, column.dtype)))
+        ends = [(*group.eos_token_ids, *group.sampling_params.stop_token_ids) for group in groups]
+        width = max(self._ends.shape[1], *(len(tokens) for tokens in ends))
+        padded = np.full((len(self.groups), width), -1, np.int64)
+        padded[: len(self._ends), : self._ends.shape[1]] = self._ends
+        for row, tokens in enumerate(ends, len(self._ends)):
+            padded[row, : len(tokens)] = tokens
+        self._ends = padded
+        self._number()
+
+    def _values(self, group: SequenceGroup, seq: Sequence) -> tuple:
+        """In the order of `_COLUMNS`."""
+        params, longest = group.sampling_params, self._config.max_seq_len
+        if params.max_tokens is not None:
+            longest = min(longest, seq.num_prompt_tokens + params.max_tokens)
+        return (
+            seq.num_tokens,
+            seq.num_prompt_tokens,
+            int(seq.token_ids[-1]),
+            seq.cumulative_logprob,
+            longest,
+            seq.capacity,
+            params.temperature,
+            min(params.top_k, 2**31),  # any vocabulary is smaller
+            params.top_p,
+            params.min_p,
+            ((params.seed or 0) + seq.index) % 2**64,
+        )
+
+    def _number(self) -> None:
+        self.row_of = {group: row for row, group in enumerate(self.groups)}
+        self._fixed = {
+            "request_ids": [group.request_id for group in self.groups],
+            "generation_ids": [group.generation_id for group in self.groups],
+            "seq_ids": [seq.seq_id for seq in self.seqs],
+            "sampling_params": [group.sampling_params for group in self.groups],
+            "lora_requests": [group.lora_request for group in self.groups],
+            "eos_token_ids": [group.eos_token_ids for group in self.groups],
+        }
+
+    # -- one step
+
+    def num_blocks_needed(self) -> int:
+        """Blocks to be had before each can be fed its newest token."""
+        return int(np.count_nonzero(self._opens_block()))
+
+    def _opens_block(self) -> np.ndarray:
+        return (self._column["num_tokens"] - 1) % self._config.block_size == 0
+
+    def place(self) -> DecodePlace:
+        """Feed every sequence its newest token: blocks first, then the snapshot, then progress."""
+        num_tokens, size = self._column["num_tokens"], self._config.block_size
+        changed = np.flatnonzero(self._opens_block()).tolist()
+        window = self._config.sliding_window
+        if window is not None:
+            passed = num_tokens - window  # tokens before all that the newest can see
+            leaving = np.flatnonzero((passed > 0) & (passed % size == 0)).tolist()
+            for row in leaving:
+                self._blocks.drop_out_of_window(self.seqs[row])
+            self._blocks.grow_by_one([self.seqs[row] for row in changed])
+            changed += leaving
+        else:
+            self._blocks.grow_by_one([self.seqs[row] for row in changed])
+        self._refresh_tables(changed)
+        place = DecodePlace(self._freeze(), self.groups, self.seqs, self.row_of)
+        for seq in self.seqs:
+            seq.num_computed_tokens += 1
+        for row in np.flatnonzero(num_tokens % size == 0).tolist():
+            namespace, start = self.groups[row].namespace, int(num_tokens[row]) - 1
+            place.published.extend(self._blocks.publish(self.seqs[row], namespace, start))
+        return place
+
+    def _refresh_tables(self, rows: list[int]) -> None:
+        """Tables that have outgrown their arrays, or dropped blocks, have new ones."""
+        for row in rows:
+            table = self._blocks.table_buffer(self.seqs[row].seq_id)
+            if table is not self._tables[row]:
+                self._tables = [*self._tables[:row], table, *self._tables[row + 1 :]]
+
+    def _freeze(self) -> DecodeRows:
+        column = self._column
+        return DecodeRows(
+            num_tokens=column["num_tokens"].copy(),
+            num_prompt_tokens=column["num_prompt_tokens"],
+            last_token_ids=column["last_token_ids"].copy(),
+            cumulative_logprobs=column["cumulative_logprobs"].copy(),
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            tables=self._tables,
+            temperature=column["temperature"],
+            top_k=column["top_k"],
+            top_p=column["top_p"],
+            min_p=column["min_p"],
+            seed=column["seed"],
+            block_size=self._config.block_size,
+            sliding_window=self._config.sliding_window,
+            **self._fixed,
+        )
+
+    def append(self, token_ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
+        """Give each sequence its token, but for those that end with it, have ended, or need larger buffers: returns their
+        rows, in order. `reread` brings one that goes on up to date."""
+        column = self._column
+        num_tokens = column["num_tokens"]
+        special = (token_ids < 0) | (num_tokens + 1 >= column["limit"])
+        special |= num_tokens >= column["capacity"]
+        special |= (token_ids[:, None] == self._ends).any(axis=1)
+        for group in self._leaving:
+            special[self.row_of[group]] = True
+        rows = np.flatnonzero(special).tolist()
+        totals = column["cumulative_logprobs"] + logprobs
+        values = (
+            self.seqs,
+            self._buffers,
+            num_tokens.tolist(),
+            (num_tokens - column["num_prompt_tokens"]).tolist(),
+            token_ids.tolist(),
+            logprobs.tolist(),
+            totals.tolist(),
+        )
+        columns = zip(*values, strict=True)
+        if rows:
+            columns = compress(columns, (~special).tolist())
+        for seq, (tokens, outputs), place, output, token, logprob, total in columns:
+            tokens[place], outputs[output] = token, logprob
+            seq.num_tokens, seq.cumulative_logprob = place + 1, total
+        if rows:
+            plain = ~special
+            num_tokens += plain
+            np.copyto(column["last_token_ids"], token_ids, where=plain)
+            np.copyto(column["cumulative_logprobs"], totals, where=plain)
+        else:
+            num_tokens += 1
+            column["last_token_ids"], column["cumulative_logprobs"] = token_ids.copy(), totals
+        return rows
+
+    def reread(self, row: int) -> None:
+        """Take over what has become of a sequence that goes on."""
+        seq = self.seqs[row]
+        for name, value in zip(_COLUMNS, self._values(self.groups[row], seq), strict=True):
+            self._column[name][row] = value
+        self._tokens = [*self._tokens[:row], seq.token_buffer, *self._tokens[row + 1 :]]
+        self._logprobs = [*self._logprobs[:row], seq.logprob_buffer, *self._logprobs[row + 1 :]]
+        self._buffers[row] = seq.buffers
+
+    def is_leaving(self, group: SequenceGroup) -> bool:
+        return group in self._leaving
+
+    # -- checking
+
+    def check_integrity(self) -> None:
+        """RuntimeError unless every column says of each sequence what it says of itself."""
+        for row, (group, seq) in enumerate(zip(self.groups, self.seqs, strict=True)):
+            if group in self._leaving:
+                continue
+            values = self._values(group, seq)
+            got = tuple(self._column[name][row].item() for name in _COLUMNS)
+            table = self._blocks.table_buffer(seq.seq_id)
+            if got != values or self._tables[row] is not table or group.live != [seq]:
+                raise RuntimeError(
+                    f"request {group.request_id!r}: the decode batch has {got}, the sequence {values}"
+                )
