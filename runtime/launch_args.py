@@ -123,11 +123,15 @@ def build_launch_args(
     if num_tokens == num_rows:
         row_of_token, positions = np.arange(num_rows), rows.context_lens
         query_start_loc = np.arange(num_rows + 1, dtype=np.int32)
+        logits_indices = row_of_token
     else:
         query_start_loc = np.zeros(num_rows + 1, np.int32)
         np.cumsum(rows.query_lens, out=query_start_loc[1:])
         row_of_token = np.repeat(np.arange(num_rows), rows.query_lens)
         positions = np.arange(num_tokens) + (rows.context_lens - query_start_loc[:-1])[row_of_token]
+        logits_indices = query_start_loc[1:] - np.int64(1)
+    if snapshots.others:
+        logits_indices = np.repeat(logits_indices, rows.num_logits)
     block_index = positions // block_size
     slot_mapping = rows.block_tables[row_of_token, block_index] * np.int64(block_size)
     slot_mapping += positions - block_index * block_size
@@ -137,7 +141,7 @@ def build_launch_args(
         "input_ids": rows.input_ids,
         "positions": positions,
         "slot_mapping": slot_mapping,
-        "logits_indices": np.repeat(query_start_loc[1:] - np.int64(1), rows.num_logits),
+        "logits_indices": logits_indices,
         "query_start_loc": query_start_loc,
         "seq_lens": seq_lens.astype(np.int32),
         "block_tables": rows.block_tables,

@@ -47,6 +47,14 @@ class BlockTable:
     def __getitem__(self, index: int) -> int:
         return int(self._ids[index if index >= 0 else self._length + index])
 
+    def append(self, block_id: int) -> None:
+        if self._length == len(self._ids):
+            self.extend([block_id])
+            return
+        self._ids[self._length] = block_id
+        self._length += 1
+        self._view = None
+
     def extend(self, block_ids: list[int]) -> None:
         stop = self._length + len(block_ids)
         if stop > len(self._ids):
@@ -230,10 +238,9 @@ class BlockManager:
         for block in table.drop(min(max(first_visible, 0) // self.block_size, len(table))):
             self.device.release(block)
 
-    def grow_by_one(self, seqs: Iterable[Sequence]) -> None:
-        """One more block for each of these sequences, whose tables are full."""
-        for seq in seqs:
-            self._tables[seq.seq_id].extend([self.device.take()])
+    def grow_by_one(self, seq: Sequence) -> None:
+        """One more block for a sequence whose table is full."""
+        self._tables[seq.seq_id].append(self.device.take())
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the blocks of `parent`; whoever writes a shared block first gets a copy."""
@@ -351,8 +358,10 @@ class BlockManager:
         first, stop = start // self.block_size, seq.num_computed_tokens // self.block_size
         if first == stop:
             return []
-        self._extend_digests(seq, namespace, stop)
-        table, digests, publish = self._tables[seq.seq_id], seq.block_digests, self.device.publish
+        digests = seq.block_digests
+        if len(digests) < stop:
+            self._extend_digests(seq, namespace, stop)
+        table, publish = self._tables[seq.seq_id], self.device.publish
         return [
             block for index in range(first, stop) if publish(block := table[index], digests[index])
         ]

@@ -184,10 +184,9 @@ class DecodeBatch:
             leaving = np.flatnonzero((passed > 0) & (passed % size == 0)).tolist()
             for row in leaving:
                 self._blocks.drop_out_of_window(self.seqs[row])
-            self._blocks.grow_by_one([self.seqs[row] for row in changed])
-            changed += leaving
-        else:
-            self._blocks.grow_by_one([self.seqs[row] for row in changed])
+            self._refresh_tables(leaving)
+        for row in changed:
+            self._blocks.grow_by_one(self.seqs[row])
         self._refresh_tables(changed)
         place = DecodePlace(self._freeze(), self.groups, self.seqs, self.row_of)
         for seq in self.seqs:

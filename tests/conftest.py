@@ -18,6 +18,9 @@ if workers > 1:  # workers that all use every core spend their time waiting for 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--count", type=int, default=300, help="random cases of the feature matrix")
     parser.addoption(
+        "--schedules", type=int, default=320, help="random schedules of the real engine"
+    )
+    parser.addoption(
         "--seed", type=int, help="of the random cases; by default another in every run"
     )
 

@@ -181,7 +181,12 @@ def test_the_encoder_equals_transformers(tmp_path, changes, backend) -> None:
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("cpu", KVLayout.NHD), ("cpu", KVLayout.HND), ("triton", KVLayout.HND)],
+    indirect=["backend"],
+    ids=str,
+)
 def test_prefills_chunks_and_decodes_equal_transformers(tmp_path, layout, backend) -> None:
     """Inputs shorter and longer than what the decoder is fed, in one batch; a third request joins halfway."""
     hf = save(tmp_path)

@@ -29,7 +29,7 @@ from octavo.tests.scheduler.shadow import VOCAB, ShadowRunner, solo, solo_beams
 EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "2000"))
 SETTINGS = settings(
     max_examples=EXAMPLES,
-    stateful_step_count=25,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
@@ -37,7 +37,7 @@ SETTINGS = settings(
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """A block manager beside plain dictionaries: `memory[block][offset]` is the prefix that was written there.
+    """B14, B36. A block manager beside plain dictionaries: `memory[block][offset]` is the prefix that was written there.
 
     After each operation every sequence reads its own prefixes from the blocks that its table names, and the blocks that
     count as taken are exactly those that some table names.
