@@ -146,7 +146,10 @@ class Sequence:
 
 def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
     """int32 [n]. Raises ValueError for anything that is not a flat run of integers of that size."""
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # lists of several lengths
+        array = np.empty((0, 0))
     if array.ndim == 1 and array.size == 0:
         return array.astype(np.int32)
     info = np.iinfo(np.int32)
