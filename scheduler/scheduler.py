@@ -231,8 +231,14 @@ class Scheduler:
         holders = [seq for seq in group.owners if self.blocks.has_table(seq.seq_id)]
         mode = self.config.preemption_mode
         wants_swap = mode == "swap" or (mode == "auto" and len(group.active()) > 1)
+        for seq in holders if wants_swap else ():
+            # what no token to come sees need not move, nor have room to come back
+            if seq is not group.encoder_seq:
+                self.blocks.drop_out_of_window(seq)
         if wants_swap and not step.swaps_in and self.blocks.can_swap_out(holders):
-            step.swaps_out[group] = self.blocks.swap_out(holders)
+            pairs = self.blocks.swap_out(holders)
+            if pairs:  # its window may have passed all it had
+                step.swaps_out[group] = pairs
             self.totals.num_swapped_out += 1
             self._set_state(group, SequenceStatus.SWAPPED)
             insort(self.swapped, group, key=self.turn)
@@ -342,14 +348,20 @@ class Scheduler:
         """
         step = self.take_in_flight()
         expected = sum(row.num_samples for row in step.rows)
-        if len(outputs.token_ids) != expected:
+        got = len(outputs.token_ids), len(outputs.logprobs)
+        if got != (expected, expected):
             raise ValueError(
-                f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
+                f"outputs: expected {expected} tokens and log probabilities, one for each sample, got {got[0]} and {got[1]}"
             )
         self._in_flight = None
+        try:
+            changed = write_back(self, step, outputs)
+        except BaseException:
+            self._in_flight = step  # part of it may be written: `rollback` makes the rest run again
+            raise
         self.totals.num_steps += 1
         self.totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
-        return write_back(self, step, outputs)
+        return changed
 
     def take_in_flight(self) -> Step:
         if self._in_flight is None:
