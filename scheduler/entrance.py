@@ -36,15 +36,18 @@ class Entrance(Selection):
         lora = group.lora_request
         if lora is None:
             return True
+        if self.step.awaits_adapter:
+            return False
         running = self.scheduler.running
         used = {other.lora_request for other in running if other.lora_request is not None}
-        has_place = lora in used or len(used) < self.config.max_loras
-        return has_place and not self.step.awaits_adapter
+        return lora in used or len(used) < self.config.max_loras
 
     def _admit(self, group: SequenceGroup) -> bool:
         """Bring a waiting group in: its first blocks, and a first chunk."""
+        if group.num_seats > self.step.seats:  # told at once, a match takes time
+            return False
         cached, chunk = self._first_chunk(group)
-        if chunk < 1 or group.num_seats > self.step.seats:
+        if chunk < 1:
             return False
         if self._blocks_to_enter(group) > self.blocks.num_free_blocks or not self._is_reserved(
             group
