@@ -127,7 +127,7 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
 
         peak = max over i of  sum over j with end_j >= end_i  of  blocks_j(end_i),      end = R + d
 
-    Exact when nobody is being prefilled and nothing is shared between requests, else an upper bound.
+    Exact when nobody is being prefilled, no window drops blocks and nothing is shared between requests, else an upper bound.
     """
     size, table = config.block_size, []
     delay, waiting_tokens = _ALWAYS if config.policy == "priority" else 0, 0
@@ -136,7 +136,9 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
         limit = most_output_tokens(group, config) - leader.num_output_tokens
         if group.is_prefill:
             waiting_tokens += group.num_tokens_to_feed()
-            is_split = config.enable_chunked_prefill and group.encoder_seq is None
+            # several live sequences catch up after a preemption, one after the other: no bound is known
+            is_split = config.enable_chunked_prefill and len(group.live) == 1
+            is_split = is_split and group.encoder_seq is None
             is_split = is_split and not any(span.is_whole for span in leader.spans)
             own_delay = delay = max(
                 delay, _longest_wait(waiting_tokens, config) if is_split else _ALWAYS
@@ -153,7 +155,12 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
     tokens, rest, delays, seqs, shared, cross = np.array(table, np.int64).T
     ends = rest + delays
     own = -(-(tokens + np.minimum(ends[:, None], rest)) // size) - shared
-    held = cross + shared + seqs * own  # [i, j]: by group j when group i ends
+    held = shared + seqs * own  # [i, j]: by group j when group i ends
+    if config.sliding_window is not None:
+        # a step feeds a sequence up to the budget, and the next one drops what its window has passed
+        fed = np.minimum(tokens + rest, config.max_num_batched_tokens)
+        held = np.minimum(held, seqs * (-(-(config.sliding_window - 1 + fed) // size) + 1))
+    held += cross
     return int(np.where(ends >= ends[:, None], held, 0).sum(axis=1).max())
 
 

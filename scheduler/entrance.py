@@ -84,6 +84,8 @@ class Entrance(Selection):
                 return False
             self.outgrow(group)  # the whole pool does not hold it any more
             return True
+        if not self._is_reserved(group):
+            return False
         self.scheduler.swapped.remove(group)
         self.step.swaps_in += self.blocks.swap_in(group.owners)
         chunk = self.chunk(group, len(seqs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from octavo.runtime.metadata import SamplerOutput
@@ -151,3 +153,49 @@ def test_a_write_back_that_fails_half_way_loses_nothing(monkeypatch):
 def test_lists_of_several_lengths_are_refused_by_name():
     with pytest.raises(ValueError, match="prompt_token_ids: expected a flat list"):
         Harness().add("a", [[1], [1, 2]])
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_reserve_preempts_nobody_after_a_preemption_that_was_asked_for(mode):
+    """Who comes back is told apart from who fits now: the others must not run out of blocks later."""
+    for seed in range(400):
+        rng = random.Random(seed)
+        h = Harness(
+            num_blocks=rng.randint(14, 26),
+            block_size=1,
+            admission="reserve",
+            max_num_seqs=4,
+            max_num_batched_tokens=rng.choice([5, 6, 12]),
+            preemption_mode=mode,
+            num_cpu_blocks=60,
+            enable_prefix_caching=False,
+        )
+        for number in range(6):
+            length, n = rng.randint(1, 5), rng.choice([1, 1, 2])
+            longest = rng.randint(1, 9 if n == 1 else 4)
+            h.add(str(number), prompt(length, number * 50 + 1), max_tokens=longest, n=n)
+        asked = 0
+        while h.engine.has_unfinished():
+            h.step()
+            if h.scheduler.running and rng.random() < 0.15:
+                h.scheduler.preempt(rng.choice(h.scheduler.running).request_id)
+                asked += 1
+        assert sum(r.group.metrics.num_preemptions for r in h.finished.values()) == asked, seed
+
+
+def test_reserve_counts_what_a_window_holds():
+    h = Harness(num_blocks=6, sliding_window=5, admission="reserve", max_num_batched_tokens=8)
+    h.add("a", prompt(6), max_tokens=60)
+    h.drain()
+    assert h.tokens("a") == solo(prompt(6), 60)
+
+
+def test_prompts_first_do_not_keep_a_decode_waiting_for_ever():
+    h = Harness(order="prefill-first", max_num_batched_tokens=8, max_num_seqs=8)
+    h.add("old", prompt(4), max_tokens=6)
+    h.step()
+    for number in range(20):
+        h.add(str(number), prompt(8, 10 + number), max_tokens=1)
+        h.step()
+    assert h.tokens("old") == solo(prompt(4), 6)
+    h.drain()
