@@ -40,7 +40,7 @@ class SchedulerConfig:
     policy                  "fcfs": first come, first served. "priority": lower `priority` first, then first come; an urgent
                             request takes the place of less urgent ones, be it for seats or for blocks
     order                   who takes from a step's budget first: "decode-first" or "prefill-first" (first tokens sooner,
-                            running requests slower)
+                            running requests slower: every other step at the least)
     admission               "optimistic": requests come in while there is room now, and are preempted if it runs out.
                             "reserve": only if the blocks suffice until all have ended, at their longest; never preempts
     preemption_mode         what becomes of the KV of a preempted request. "recompute": given up and computed again. "swap":

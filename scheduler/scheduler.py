@@ -58,6 +58,8 @@ class Scheduler:
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._steps = itertools.count()
+        # decodes that found no place in the last step come first in the next, whatever the order
+        self.decodes_wait = False
         self.watermark_blocks = 0
         if config.admission == "optimistic":
             self.watermark_blocks = int(config.watermark * config.num_gpu_blocks)
@@ -214,6 +216,7 @@ class Scheduler:
                 entrance.advance(group)
             elif step.admits and step.token_budget > 0:
                 entrance.bring_in(group)
+        self.decodes_wait = step.decodes_wait
         return self._freeze(step)
 
     def _new_step(self) -> Step:

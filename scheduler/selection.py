@@ -29,7 +29,7 @@ class Selection:
         decodes = [group for group in scheduler.running if not group.is_prefill]
         prefills = [group for group in scheduler.running if group.is_prefill]
         newcomers = scheduler.swapped.copy(), scheduler.waiting[: self.config.num_seats + 1]
-        if self.config.order == "decode-first":
+        if self.config.order == "decode-first" or scheduler.decodes_wait:
             phases = (decodes, prefills, *newcomers)
         else:
             phases = (prefills, *newcomers, decodes)
@@ -48,9 +48,9 @@ class Selection:
         if chunk > 0:
             self.place(group, seqs, chunk)
         else:
-            self.step.admits = (
-                False  # what newcomers took of the budget, or the blocks, would be missed here
-            )
+            # what newcomers took of the budget, or the blocks, would be missed here
+            self.step.admits = False
+            self.step.decodes_wait |= not (group.is_finished or group.is_prefill)
 
     def place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> None:
         """Feed `chunk` tokens to each of these sequences; there is room for them."""
