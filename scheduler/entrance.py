@@ -167,7 +167,10 @@ class Entrance(Selection):
         victims = [g for g in running if g.priority > group.priority and not step.has(g)]
         owners = [seq for victim in victims for seq in victim.owners]
         seats = step.seats + sum(victim.num_seats for victim in victims)
-        blocks = self.blocks.num_free_blocks + self.blocks.num_held_alone(owners)
+        freed = self.blocks.held_alone(owners)
+        if group.state is SequenceStatus.WAITING:
+            freed.difference_update(self._first_chunk(group)[0])  # it would take these at once
+        blocks = self.blocks.num_free_blocks + len(freed)
         alone = len(victims) == len(running)
         if group.num_seats > seats or self._blocks_to_enter(group, alone) > blocks:
             return False

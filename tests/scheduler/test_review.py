@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from octavo.runtime.metadata import SamplerOutput
 from octavo.runtime.params import LoRARequest, MultiModalSpan, SamplingParams
-from octavo.scheduler import SchedulerConfig, SequenceStatus
+from octavo.scheduler import SchedulerConfig, SequenceStatus, beam_search
 from octavo.tests.scheduler.harness import Harness
 from octavo.tests.scheduler.shadow import solo
 
@@ -198,4 +199,63 @@ def test_prompts_first_do_not_keep_a_decode_waiting_for_ever():
         h.add(str(number), prompt(8, 10 + number), max_tokens=1)
         h.step()
     assert h.tokens("old") == solo(prompt(4), 6)
+    h.drain()
+
+
+def test_nobody_makes_way_when_the_prefix_they_hold_is_what_is_wanted():
+    """Blocks that the urgent request would take from the victim's prefix are not room for the rest of it."""
+    h = Harness(policy="priority", num_blocks=10)
+    h.add("keep", prompt(14, 200), max_tokens=3, priority=-9)
+    h.add("victim", prompt(20), max_tokens=4, priority=5)
+    h.step()
+    h.add("urgent", prompt(20) + prompt(12, 500), max_tokens=2)
+    h.step()
+    assert [group.request_id for group in h.scheduler.running] == ["keep", "victim"]
+    h.drain()
+    assert all(r.group.metrics.num_preemptions == 0 for r in h.finished.values())
+    assert h.tokens("urgent") == solo(prompt(20) + prompt(12, 500), 2)
+
+
+def test_beams_that_change_places_raise_the_generation():
+    """A snapshot made before must not be launched any more, whether or not a block is copied."""
+    h = Harness(block_size=1)
+    params = SamplingParams(use_beam_search=True, best_of=3, temperature=0, max_tokens=8)
+    group = h.add("a", prompt(5), params=params).group
+    h.step()
+    for _ in range(5):
+        before = group.generation_id
+        h.step()
+        assert group.generation_id > before
+
+
+def test_enough_continuations_remain_when_all_the_best_ones_end():
+    """Two end tokens: the best two of each beam may end, and `width` have to be left."""
+    logprobs = np.array([[-0.1, -0.2, -1.0, -2.0, -3.0, -4.0], [-0.3, -0.4, -1.5, -2.5, -3.5, -9]])
+    tokens = np.array([[7, 8, 1, 2, 3, 4], [8, 7, 1, 2, 3, 4]])
+    going, ending = beam_search.choose([0.0, 0.0], tokens, logprobs, frozenset({7, 8}), False, 2)
+    assert [(step.parent, step.token_id) for step in ending] == [(0, 7), (0, 8)]
+    assert [(step.parent, step.token_id) for step in going] == [(0, 1), (1, 1)]
+
+
+def test_a_preempted_request_comes_back_for_good():
+    """B42: it waits until all it had computed fits, instead of being preempted chunk by chunk."""
+    h = Harness(
+        num_blocks=10, max_num_batched_tokens=5, enable_prefix_caching=False, max_num_seqs=4
+    )
+    h.add("first", prompt(6), max_tokens=28)
+    h.add("second", prompt(14, 50), max_tokens=16)
+    h.drain()
+    assert h.finished["second"].group.metrics.num_preemptions == 1
+
+
+def test_the_watermark_stays_free_while_others_run():
+    h = Harness(num_blocks=20, watermark=0.25)
+    h.add("first", prompt(6), max_tokens=4)
+    h.step()
+    h.add("second", prompt(56, 50), max_tokens=2)
+    h.step()
+    assert [group.request_id for group in h.scheduler.running] == ["first"]
+    h.step_until(lambda: "first" in h.finished)
+    h.step()
+    assert h.scheduler.running[0].request_id == "second"
     h.drain()
