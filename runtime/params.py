@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 GREEDY_TEMPERATURE = 0.0
+_MOST_LENGTH_PENALTY = 32  # no length below 2**31 to this power leaves the range of a float
 
 
 def _require(ok: bool, name: str, expected: str, got: Any) -> None:
@@ -135,7 +136,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
             )
 
-        _require(_is_number(self.length_penalty), "length_penalty", "a number", self.length_penalty)
+        _require(
+            _is_number(self.length_penalty) and abs(self.length_penalty) <= _MOST_LENGTH_PENALTY,
+            "length_penalty",
+            f"a number in [-{_MOST_LENGTH_PENALTY}, {_MOST_LENGTH_PENALTY}]",
+            self.length_penalty,
+        )
         early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
         if self.use_beam_search:
@@ -173,9 +179,11 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         _require(
-            isinstance(self.lora_name, str) and bool(self.lora_name),
+            isinstance(self.lora_name, str)
+            and bool(self.lora_name)
+            and self.lora_name.isprintable(),
             "lora_name",
-            "a name",
+            "a printable name",
             self.lora_name,
         )
         id_ok = _is_int(self.lora_int_id) and self.lora_int_id >= 1

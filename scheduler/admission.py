@@ -23,10 +23,7 @@ def check_admissible(group: SequenceGroup, config: SchedulerConfig) -> None:
     _check_encoder(group, config)
     _check_spans(group, config)
     cross = num_cross_blocks(group, config)
-    room = min(config.max_seq_len, (config.num_gpu_blocks - cross) * config.block_size)
-    if config.sliding_window is not None and config.num_gpu_blocks > cross:
-        room = config.max_seq_len
-    if len(prompt) + 1 > room:
+    if len(prompt) + 1 > config.max_seq_len(cross):
         and_encoder = f", {cross} of them for the encoder" if cross else ""
         raise ValueError(
             f"prompt_token_ids: {len(prompt)} tokens and one to generate do not fit: max_model_len is "
@@ -92,11 +89,27 @@ def _check_spans(group: SequenceGroup, config: SchedulerConfig) -> None:
                 f"tokens, got one from {span.offset} to {span.stop}"
             )
         stop = span.stop
+        window = config.sliding_window
+        if window is not None and span.is_whole:
+            num_blocks = cdiv(window - 1 + span.length, config.block_size) + 1
+            most_blocks = config.num_gpu_blocks - num_cross_blocks(group, config)
+            if num_blocks > most_blocks:
+                raise ValueError(
+                    f"multi_modal_spans: expected spans that fit into {most_blocks} blocks where they cannot be split, with "
+                    f"the window before them, got one of {span.length} tokens, which may take {num_blocks}"
+                )
         if span.is_whole and span.length > most:
             raise ValueError(
                 f"multi_modal_spans: expected spans of at most {most} tokens where they cannot be split "
                 f"(max_num_batched_tokens less the encoder's), got one of {span.length}"
             )
+
+
+def most_output_tokens(group: SequenceGroup, config: SchedulerConfig) -> int:
+    """Tokens that each of the request's sequences may generate in all."""
+    room = config.max_seq_len(num_cross_blocks(group, config)) - group.num_prompt_tokens
+    max_tokens = group.sampling_params.max_tokens
+    return room if max_tokens is None else min(room, max_tokens)
 
 
 def num_cross_blocks(group: SequenceGroup, config: SchedulerConfig) -> int:
@@ -114,19 +127,18 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
 
         peak = max over i of  sum over j with end_j >= end_i  of  blocks_j(end_i),      end = R + d
 
-    Exact when nobody is being prefilled and nothing is shared between requests, else an upper bound.
+    Exact when nobody is being prefilled, no window drops blocks and nothing is shared between requests, else an upper bound.
     """
     size, table = config.block_size, []
     delay, waiting_tokens = _ALWAYS if config.policy == "priority" else 0, 0
     for group in groups:
         leader = group.live[0]
-        limit = config.max_seq_len - leader.num_tokens
-        max_tokens = group.sampling_params.max_tokens
-        if max_tokens is not None:
-            limit = min(limit, max_tokens - leader.num_output_tokens)
+        limit = most_output_tokens(group, config) - leader.num_output_tokens
         if group.is_prefill:
             waiting_tokens += group.num_tokens_to_feed()
-            is_split = config.enable_chunked_prefill and group.encoder_seq is None
+            # several live sequences catch up after a preemption, one after the other: no bound is known
+            is_split = config.enable_chunked_prefill and len(group.live) == 1
+            is_split = is_split and group.encoder_seq is None
             is_split = is_split and not any(span.is_whole for span in leader.spans)
             own_delay = delay = max(
                 delay, _longest_wait(waiting_tokens, config) if is_split else _ALWAYS
@@ -143,7 +155,12 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
     tokens, rest, delays, seqs, shared, cross = np.array(table, np.int64).T
     ends = rest + delays
     own = -(-(tokens + np.minimum(ends[:, None], rest)) // size) - shared
-    held = cross + shared + seqs * own  # [i, j]: by group j when group i ends
+    held = shared + seqs * own  # [i, j]: by group j when group i ends
+    if config.sliding_window is not None:
+        # a step feeds a sequence up to the budget, and the next one drops what its window has passed
+        fed = np.minimum(tokens + rest, config.max_num_batched_tokens)
+        held = np.minimum(held, seqs * (-(-(config.sliding_window - 1 + fed) // size) + 1))
+    held += cross
     return int(np.where(ends >= ends[:, None], held, 0).sum(axis=1).max())
 
 

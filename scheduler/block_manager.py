@@ -185,10 +185,10 @@ class BlockManager:
         """
         return table[-1] if seq.num_computed_tokens % self.block_size else None
 
-    def num_held_alone(self, seqs: Iterable[Sequence]) -> int:
+    def held_alone(self, seqs: Iterable[Sequence]) -> set[int]:
         """Blocks that would become free if all these sequences let go of theirs."""
         named = Counter(b for seq in seqs for b in self._blocks_of(seq))
-        return sum(self.device.ref_count[block] == count for block, count in named.items())
+        return {b for b, count in named.items() if self.device.ref_count[b] == count}
 
     def _blocks_of(self, seq: Sequence) -> list[int]:
         table = self._tables.get(seq.seq_id)

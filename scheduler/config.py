@@ -40,7 +40,7 @@ class SchedulerConfig:
     policy                  "fcfs": first come, first served. "priority": lower `priority` first, then first come; an urgent
                             request takes the place of less urgent ones, be it for seats or for blocks
     order                   who takes from a step's budget first: "decode-first" or "prefill-first" (first tokens sooner,
-                            running requests slower)
+                            running requests slower: every other step at the least)
     admission               "optimistic": requests come in while there is room now, and are preempted if it runs out.
                             "reserve": only if the blocks suffice until all have ended, at their longest; never preempts
     preemption_mode         what becomes of the KV of a preempted request. "recompute": given up and computed again. "swap":
@@ -83,9 +83,10 @@ class SchedulerConfig:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+        whole = self.max_model_len + self.max_encoder_len
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < whole:
             raise ValueError(
-                f"max_num_batched_tokens: expected at least max_model_len = {self.max_model_len} without chunked "
+                f"max_num_batched_tokens: expected at least max_model_len + max_encoder_len = {whole} without chunked "
                 f"prefill, got {self.max_num_batched_tokens}"
             )
         if self.admission == "reserve" and self.order != "decode-first":
@@ -97,12 +98,12 @@ class SchedulerConfig:
     def num_seats(self) -> int:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
-    @property
-    def max_seq_len(self) -> int:
-        """Most tokens one sequence can reach: the model's limit or the whole pool."""
+    def max_seq_len(self, num_cross_blocks: int) -> int:
+        """Most tokens one sequence can reach beside so many blocks of an encoder: the model's limit or the whole pool."""
         size, window = self.block_size, self.sliding_window
+        num_blocks = self.num_gpu_blocks - num_cross_blocks
         if window is not None and self.enable_chunked_prefill:
             seen = -(-(window - 1) // size) + 1  # most blocks that a single query sees
-            if seen <= self.num_gpu_blocks:
+            if seen <= num_blocks:
                 return self.max_model_len
-        return min(self.max_model_len, self.num_gpu_blocks * size)
+        return min(self.max_model_len, num_blocks * size)

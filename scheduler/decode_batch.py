@@ -13,6 +13,7 @@ from itertools import compress
 import numpy as np
 
 from ..runtime.snapshots import DecodeRows
+from .admission import most_output_tokens
 from .block_manager import BlockManager
 from .config import SchedulerConfig
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -137,9 +138,8 @@ class DecodeBatch:
 
     def _values(self, group: SequenceGroup, seq: Sequence) -> tuple:
         """In the order of `_COLUMNS`."""
-        params, longest = group.sampling_params, self._config.max_seq_len
-        if params.max_tokens is not None:
-            longest = min(longest, seq.num_prompt_tokens + params.max_tokens)
+        params = group.sampling_params
+        longest = seq.num_prompt_tokens + most_output_tokens(group, self._config)
         return (
             seq.num_tokens,
             seq.num_prompt_tokens,

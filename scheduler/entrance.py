@@ -36,15 +36,18 @@ class Entrance(Selection):
         lora = group.lora_request
         if lora is None:
             return True
+        if self.step.awaits_adapter:
+            return False
         running = self.scheduler.running
         used = {other.lora_request for other in running if other.lora_request is not None}
-        has_place = lora in used or len(used) < self.config.max_loras
-        return has_place and not self.step.awaits_adapter
+        return lora in used or len(used) < self.config.max_loras
 
     def _admit(self, group: SequenceGroup) -> bool:
         """Bring a waiting group in: its first blocks, and a first chunk."""
+        if group.num_seats > self.step.seats:  # told at once, a match takes time
+            return False
         cached, chunk = self._first_chunk(group)
-        if chunk < 1 or group.num_seats > self.step.seats:
+        if chunk < 1:
             return False
         if self._blocks_to_enter(group) > self.blocks.num_free_blocks or not self._is_reserved(
             group
@@ -81,6 +84,8 @@ class Entrance(Selection):
                 return False
             self.outgrow(group)  # the whole pool does not hold it any more
             return True
+        if not self._is_reserved(group):
+            return False
         self.scheduler.swapped.remove(group)
         self.step.swaps_in += self.blocks.swap_in(group.owners)
         chunk = self.chunk(group, len(seqs))
@@ -142,7 +147,7 @@ class Entrance(Selection):
     def _resume_blocks(self, group: SequenceGroup) -> int:
         """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
         live, size = group.live, self.config.block_size
-        shared = group.num_prompt_tokens // size if len(live) > 1 else 0
+        shared = group.num_common_tokens() // size if len(live) > 1 else 0
         blocks = shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
         window = self.config.sliding_window
         if window is not None:
@@ -162,7 +167,10 @@ class Entrance(Selection):
         victims = [g for g in running if g.priority > group.priority and not step.has(g)]
         owners = [seq for victim in victims for seq in victim.owners]
         seats = step.seats + sum(victim.num_seats for victim in victims)
-        blocks = self.blocks.num_free_blocks + self.blocks.num_held_alone(owners)
+        freed = self.blocks.held_alone(owners)
+        if group.state is SequenceStatus.WAITING:
+            freed.difference_update(self._first_chunk(group)[0])  # it would take these at once
+        blocks = self.blocks.num_free_blocks + len(freed)
         alone = len(victims) == len(running)
         if group.num_seats > seats or self._blocks_to_enter(group, alone) > blocks:
             return False

@@ -61,6 +61,8 @@ class Scheduler:
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._steps = itertools.count()
+        # decodes that found no place in the last step come first in the next, whatever the order
+        self.decodes_wait = False
         self.watermark_blocks = 0
         if config.admission == "optimistic":
             self.watermark_blocks = int(config.watermark * config.num_gpu_blocks)
@@ -228,6 +230,7 @@ class Scheduler:
                 entrance.advance(group)
             elif step.admits and step.token_budget > 0:
                 entrance.bring_in(group)
+        self.decodes_wait = step.decodes_wait
         return self._freeze(step)
 
     def _new_step(self) -> Step:
@@ -246,8 +249,14 @@ class Scheduler:
         holders = [seq for seq in group.owners if self.blocks.has_table(seq.seq_id)]
         mode = self.config.preemption_mode
         wants_swap = mode == "swap" or (mode == "auto" and len(group.active()) > 1)
+        for seq in holders if wants_swap else ():
+            # what no token to come sees need not move, nor have room to come back
+            if seq is not group.encoder_seq:
+                self.blocks.drop_out_of_window(seq)
         if wants_swap and not step.swaps_in and self.blocks.can_swap_out(holders):
-            step.swaps_out[group] = self.blocks.swap_out(holders)
+            pairs = self.blocks.swap_out(holders)
+            if pairs:  # its window may have passed all it had
+                step.swaps_out[group] = pairs
             self.totals.num_swapped_out += 1
             self._set_state(group, SequenceStatus.SWAPPED)
             insort(self.swapped, group, key=self.turn)
@@ -320,13 +329,11 @@ class Scheduler:
                 row.published += self.blocks.publish(seq, group.namespace, context_len)
         if group.encoder_seq is not None:
             group.encoder_seq.num_computed_tokens = group.encoder_seq.num_tokens
-        leader, *siblings = group.live
-        # after a preemption the leader has computed the prompt again: its siblings share it from here on
-        if siblings and leader.num_computed_tokens == leader.num_prompt_tokens:
+        if group.siblings_wait and group.num_tokens_to_feed() == 0:
+            leader, *siblings = group.live
             for seq in siblings:
-                if not self.blocks.has_table(seq.seq_id):
-                    self.blocks.fork(leader, seq)
-                    seq.num_computed_tokens = leader.num_computed_tokens
+                self.blocks.fork(leader, seq)
+                seq.num_computed_tokens = leader.num_computed_tokens
 
     def rollback(self) -> None:
         """The step in flight will not run: its groups, and those it was to swap out, lose their blocks and wait to compute
@@ -368,14 +375,20 @@ class Scheduler:
         step = self.take_in_flight()
         expected = sum(row.num_samples for row in step.rows)
         expected += 0 if step.decodes is None else len(step.decodes.rows)
-        if len(outputs.token_ids) != expected:
+        got = len(outputs.token_ids), len(outputs.logprobs)
+        if got != (expected, expected):
             raise ValueError(
-                f"outputs: expected {expected} tokens, one for each sample, got {len(outputs.token_ids)}"
+                f"outputs: expected {expected} tokens and log probabilities, one for each sample, got {got[0]} and {got[1]}"
             )
         self._in_flight = None
+        try:
+            changed = write_back(self, step, outputs)
+        except BaseException:
+            self._in_flight = step  # part of it may be written: `rollback` makes the rest run again
+            raise
         self.totals.num_steps += 1
         self.totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
-        return write_back(self, step, outputs)
+        return changed
 
     def take_in_flight(self) -> Step:
         if self._in_flight is None:

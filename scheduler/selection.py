@@ -52,7 +52,7 @@ class Selection:
         decodes = [group for group in running if not group.is_prefill]
         prefills = [group for group in running if group.is_prefill]
         newcomers = scheduler.swapped.copy(), scheduler.waiting[: self.config.num_seats + 1]
-        if self.config.order == "decode-first":
+        if self.config.order == "decode-first" or scheduler.decodes_wait:
             phases = (decodes, prefills, *newcomers)
         else:
             phases = (prefills, *newcomers, decodes)
@@ -71,9 +71,9 @@ class Selection:
         if chunk > 0:
             self.place(group, seqs, chunk)
         else:
-            self.step.admits = (
-                False  # what newcomers took of the budget, or the blocks, would be missed here
-            )
+            # what newcomers took of the budget, or the blocks, would be missed here
+            self.step.admits = False
+            self.step.decodes_wait |= not (group.is_finished or group.is_prefill)
 
     def place(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> None:
         """Feed `chunk` tokens to each of these sequences; there is room for them."""
@@ -115,20 +115,29 @@ class Selection:
             victim = self.last_without_place(self.scheduler.turn(group))
             if victim is not None:
                 self.scheduler.take_blocks(victim, self.step)
-            elif group.is_prefill and len(seqs) == 1 and self._fitting_chunk(group) > 0:
-                return min(chunk, self._fitting_chunk(group))
+            elif group.is_prefill and (fitting := self._fitting_chunk(group, seqs, chunk)) > 0:
+                return fitting
             else:
                 if len(self.scheduler.running) == 1:  # the whole pool does not hold it
                     self.outgrow(group)
                 return 0
         return chunk
 
-    def _fitting_chunk(self, group: SequenceGroup) -> int:
-        """Tokens that the leader can be fed with the blocks that are free."""
+    def _fitting_chunk(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> int:
+        """Tokens, up to `chunk`, that each sequence can be fed with the blocks that are free."""
+        if (
+            len(seqs) > 1
+        ):  # what they had generated before a preemption: a window may let it in bit by bit
+            while (
+                chunk and self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks
+            ):
+                chunk //= 2
+            return chunk
         leader, size = group.live[0], self.config.block_size
         room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
         if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
             room -= size  # one goes for a copy of its last block
+        room = min(chunk, room)
         return self.without_part_spans(group, room) if self.config.enable_chunked_prefill else 0
 
     def last_without_place(

@@ -165,7 +165,10 @@ class Sequence:
 
 def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
     """int32 [n]. Raises ValueError for anything that is not a flat run of integers of that size."""
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # lists of several lengths
+        array = np.empty((0, 0))
     if array.ndim == 1 and array.size == 0:
         return array.astype(np.int32)
     info = np.iinfo(np.int32)
@@ -231,8 +234,8 @@ class SequenceGroup:
     """One request: sequences that share a prompt and sampling parameters. The unit of every scheduling decision.
 
     A request with several completions starts as one sequence, the leader, which computes the prompt; at its first token
-    the others are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes the prompt
-    alone and its siblings are attached to the result again.
+    the others are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes alone what
+    all have in common, and its siblings are attached to the result again.
 
     seqs         the completions so far, those that ended included
     live         the ones that have not ended, by ascending seq_id; all have the same number of tokens
@@ -326,18 +329,29 @@ class SequenceGroup:
             return params.width
         return len(self.live)
 
+    @property
+    def siblings_wait(self) -> bool:
+        """After a preemption the leader first computes what all have in common, then the others share it."""
+        return len(self.live) > 1 and self.live[1].num_computed_tokens == 0
+
+    def num_common_tokens(self) -> int:
+        """Tokens with which all live sequences begin, but never their newest one: that is for each to feed."""
+        leader, *siblings = self.live
+        common = leader.num_tokens - 1
+        for seq in siblings:
+            parts = np.flatnonzero(leader.token_ids[:common] != seq.token_ids[:common])
+            common = int(parts[0]) if len(parts) else common
+        return common
+
     def active(self) -> list[Sequence]:
-        """The sequences that take part in the next step: the leader while the prompt is computed, else all."""
-        leader = self.live[0]
-        if leader.num_computed_tokens < leader.num_prompt_tokens:
-            return [leader]
-        return self.live.copy()
+        """The sequences that take part in the next step: the leader while the others wait for it, else all."""
+        return self.live[:1] if self.siblings_wait else self.live.copy()
 
     def num_tokens_to_feed(self) -> int:
         """Tokens each active sequence has to be fed before it can draw a token or its siblings can join."""
         leader = self.live[0]
-        if len(self.live) > 1 and leader.num_computed_tokens < leader.num_prompt_tokens:
-            return leader.num_prompt_tokens - leader.num_computed_tokens
+        if self.siblings_wait:
+            return self.num_common_tokens() - leader.num_computed_tokens
         return leader.num_uncomputed_tokens
 
     @property

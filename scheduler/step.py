@@ -72,6 +72,7 @@ class Step:
     preempted: list[SequenceGroup] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
     admits: bool = True  # False once somebody found no room: those behind do not overtake
+    decodes_wait: bool = False  # a decode found no place
     awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
     snapshots: Snapshots = field(default_factory=Snapshots)
     fenced: list[int] = field(

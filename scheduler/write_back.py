@@ -9,6 +9,7 @@ import numpy as np
 
 from ..runtime.metadata import SamplerOutput
 from . import beam_search
+from .admission import most_output_tokens
 from .beam_search import Continuation, Hypothesis
 from .decode_batch import DecodeBatch, DecodePlace
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -107,15 +108,9 @@ def _end_of(
         return SequenceStatus.FINISHED_STOPPED, None
     if token in group.sampling_params.stop_token_ids:
         return SequenceStatus.FINISHED_STOPPED, token
-    if seq.num_output_tokens >= _most_output_tokens(scheduler, group):
+    if seq.num_output_tokens >= most_output_tokens(group, scheduler.config):
         return SequenceStatus.FINISHED_LENGTH, None
     return None
-
-
-def _most_output_tokens(scheduler: Scheduler, group: SequenceGroup) -> int:
-    room = scheduler.config.max_seq_len - group.num_prompt_tokens
-    max_tokens = group.sampling_params.max_tokens
-    return room if max_tokens is None else min(room, max_tokens)
 
 
 # -- beam search
@@ -131,7 +126,7 @@ def _write_beams(
         scheduler.finish_group(group, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
         return
     length = beams[0].num_output_tokens + 1
-    longest = _most_output_tokens(scheduler, group)
+    longest = most_output_tokens(group, scheduler.config)
     going, ending = beam_search.choose(
         [seq.cumulative_logprob for seq in beams],
         token_ids.reshape(len(beams), row.num_candidates),

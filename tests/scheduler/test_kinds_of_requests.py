@@ -247,6 +247,20 @@ def test_beams_share_the_prompt_and_copy_only_what_they_write():
     assert got == [tokens for tokens, _ in solo_beams(prompt(10), beams(), 8)]
 
 
+def test_a_recomputed_search_shares_all_that_its_beams_have_in_common():
+    """Not the prompt alone, else it might not fit where it did before."""
+    h = Harness(num_blocks=40, block_size=1, enable_prefix_caching=False)
+    group = h.add("r", prompt(4), params=beams(n=2, max_tokens=30)).group
+    h.step_until(lambda: group.num_common_tokens() >= 9)
+    common, length = group.num_common_tokens(), group.live[0].num_tokens
+    h.scheduler.preempt("r")
+    h.step_until(lambda: all(seq.num_uncomputed_tokens == 1 for seq in group.live), 4)
+    assert common > 4 and h.num_used_blocks == common + 2 * (length - 1 - common)
+    h.drain()
+    got = [seq.output_token_ids.tolist() for seq in h.finished["r"].group.seqs]
+    assert got == [tokens for tokens, _ in solo_beams(prompt(4), beams(n=2), 30)]
+
+
 def test_an_aborted_search_returns_its_best_so_far():
     h = Harness()
     request = h.add("r", prompt(10), params=beams(best_of=4, n=2))
