@@ -148,7 +148,7 @@ def build_launch_args(
     }
     numbers = {
         "num_decodes": num_rows if num_tokens == num_rows else int((rows.query_lens > 1).argmax()),
-        "max_query_len": int(rows.query_lens.max()),
+        "max_query_len": 1 if num_tokens == num_rows else int(rows.query_lens.max()),
         "max_seq_len": int(seq_lens.max()),
     }
     if cross is not None:
@@ -163,7 +163,7 @@ def build_launch_args(
 def _rows_of_decodes(rows: DecodeRows, num_blocks: int, buffers: LaunchBuffers) -> _Rows:
     """Columns to columns; tables are kept from step to step."""
     ones = np.ones(len(rows), np.int64)
-    num_entries = -(-rows.num_tokens // rows.block_size)
+    num_entries = (rows.num_tokens + (rows.block_size - 1)) // rows.block_size
     tables = buffers.block_tables(rows, num_entries, num_blocks)
     return _Rows(rows.last_token_ids, rows.num_tokens - 1, ones, ones, tables)
 
@@ -196,8 +196,7 @@ def _check_slots(
     if cross is not None and cross.writers:
         row_of_token = np.concatenate((row_of_token, num_writers + cross.writer_of_slot))
         slot_mapping = np.concatenate((slot_mapping, cross.slot_mapping))
-    order = np.argsort(slot_mapping, kind="stable")
-    ordered = slot_mapping[order]
+    ordered = np.sort(slot_mapping)
     if (ordered[1:] != ordered[:-1]).all():
         return
     decodes = snapshots[: len(snapshots) - len(snapshots.others)]

@@ -238,9 +238,11 @@ class BlockManager:
         for block in table.drop(min(max(first_visible, 0) // self.block_size, len(table))):
             self.device.release(block)
 
-    def grow_by_one(self, seq: Sequence) -> None:
-        """One more block for a sequence whose table is full."""
-        self._tables[seq.seq_id].append(self.device.take())
+    def grow_by_one(self, seq: Sequence) -> np.ndarray:
+        """One more block for a sequence whose table is full; returns the table's array, see `table_buffer`."""
+        table = self._tables[seq.seq_id]
+        table.append(self.device.take())
+        return table.buffer
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the blocks of `parent`; whoever writes a shared block first gets a copy."""
@@ -365,6 +367,19 @@ class BlockManager:
         return [
             block for index in range(first, stop) if publish(block := table[index], digests[index])
         ]
+
+    def publish_last(self, seq: Sequence, namespace: str) -> list[int]:
+        """`publish` of the one block that the sequence's computed tokens have just filled."""
+        index = seq.num_computed_tokens // self.block_size - 1
+        digests = seq.block_digests
+        if len(digests) == index > 0 and not seq.spans:
+            tokens = seq.token_buffer[seq.num_computed_tokens - self.block_size :]
+            content = digests[-1] + tokens[: self.block_size].tobytes()
+            digests.append(blake2b(content, digest_size=_DIGEST_BYTES).digest())
+        else:
+            self._extend_digests(seq, namespace, index + 1)
+        block = self._tables[seq.seq_id][index]
+        return [block] if self.device.publish(block, digests[index]) else []
 
     def unpublish(self, blocks: Iterable[int]) -> None:
         """Forget what `publish` made known of these blocks, because the step that fills them will not run."""

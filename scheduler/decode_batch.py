@@ -59,9 +59,12 @@ class DecodeBatch:
         self._ends = np.zeros((0, 1), np.int64)  # tokens that end the sequence, padded with -1
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
-        self._buffers: list[tuple[np.ndarray, np.ndarray]] = []  # the same, writable
+        self._buffers: list[tuple[memoryview, memoryview]] = []  # the same, writable
         self._tables: list[np.ndarray] = []
         self._fixed: dict[str, list] = {}
+        self._first = (
+            1 % config.block_size
+        )  # length, modulo the block size, whose newest token opens a block
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -167,17 +170,15 @@ class DecodeBatch:
 
     # -- one step
 
-    def num_blocks_needed(self) -> int:
-        """Blocks to be had before each can be fed its newest token."""
-        return int(np.count_nonzero(self._opens_block()))
+    def opening(self) -> list[int]:
+        """Rows that need a new block before they can be fed their newest token."""
+        return np.flatnonzero(
+            self._column["num_tokens"] % self._config.block_size == self._first
+        ).tolist()
 
-    def _opens_block(self) -> np.ndarray:
-        return (self._column["num_tokens"] - 1) % self._config.block_size == 0
-
-    def place(self) -> DecodePlace:
-        """Feed every sequence its newest token: blocks first, then the snapshot, then progress."""
+    def place(self, opening: list[int]) -> DecodePlace:
+        """Feed every sequence its newest token: blocks first, for the `opening` rows, then the snapshot, then progress."""
         num_tokens, size = self._column["num_tokens"], self._config.block_size
-        changed = np.flatnonzero(self._opens_block()).tolist()
         window = self._config.sliding_window
         if window is not None:
             passed = num_tokens - window  # tokens before all that the newest can see
@@ -185,15 +186,17 @@ class DecodeBatch:
             for row in leaving:
                 self._blocks.drop_out_of_window(self.seqs[row])
             self._refresh_tables(leaving)
-        for row in changed:
-            self._blocks.grow_by_one(self.seqs[row])
-        self._refresh_tables(changed)
+        for row in opening:
+            table = self._blocks.grow_by_one(self.seqs[row])
+            if table is not self._tables[row]:
+                self._tables = [*self._tables[:row], table, *self._tables[row + 1 :]]
         place = DecodePlace(self._freeze(), self.groups, self.seqs, self.row_of)
         for seq in self.seqs:
             seq.num_computed_tokens += 1
-        for row in np.flatnonzero(num_tokens % size == 0).tolist():
-            namespace, start = self.groups[row].namespace, int(num_tokens[row]) - 1
-            place.published.extend(self._blocks.publish(self.seqs[row], namespace, start))
+        if self._config.enable_prefix_caching:
+            for row in np.flatnonzero(num_tokens % size == 0).tolist():
+                namespace = self.groups[row].namespace
+                place.published.extend(self._blocks.publish_last(self.seqs[row], namespace))
         return place
 
     def _refresh_tables(self, rows: list[int]) -> None:

@@ -35,14 +35,15 @@ class Selection:
             scheduler.waiting or scheduler.swapped or any(group.is_prefill for group in others)
         ):
             return False
-        needed = batch.num_blocks_needed()
+        opening = batch.opening()
+        needed = len(opening)
         for group in others:
             if not group.is_prefill:
                 needed += self.blocks.num_blocks_needed(group.active(), 1)
         if needed > self.blocks.num_free_blocks:
             return False
         step = self.step
-        step.decodes = batch.place()
+        step.decodes = batch.place(opening)
         step.token_budget -= len(batch)
         return True
 
