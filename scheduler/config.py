@@ -74,8 +74,12 @@ class SchedulerConfig:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
         for name in ("vocab_size", "sliding_window"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not is_int or value < 1):
                 raise ValueError(f"{name}: expected None or an integer >= 1, got {value!r}")
+        for name in ("is_multi_modal", "enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise ValueError(f"watermark: expected a number in [0, 1), got {self.watermark!r}")
         for name, known in _CHOICES.items():

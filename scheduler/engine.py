@@ -176,7 +176,9 @@ class Engine:
             cache_salt=cache_salt,
             priority=priority,
             lora_request=lora_request,
-            encoder_seq=None if encoder_token_ids is None else Sequence(-1, encoder_token_ids),
+            encoder_seq=None
+            if encoder_token_ids is None
+            else Sequence(-1, encoder_token_ids, name="encoder_token_ids"),
             multi_modal_spans=multi_modal_spans,
         )
         self.scheduler.add_seq_group(group)

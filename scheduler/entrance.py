@@ -169,6 +169,8 @@ class Entrance(Selection):
         seats = step.seats + sum(victim.num_seats for victim in victims)
         freed = self.blocks.held_alone(owners)
         if group.state is SequenceStatus.WAITING:
+            if self._first_chunk(group)[1] < 1:
+                return False  # the step's budget is what it lacks
             freed.difference_update(self._first_chunk(group)[0])  # it would take these at once
         blocks = self.blocks.num_free_blocks + len(freed)
         alone = len(victims) == len(running)

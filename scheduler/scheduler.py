@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 
 from ..runtime.metadata import SamplerOutput
 from ..runtime.snapshots import Snapshots
@@ -109,7 +109,8 @@ class Scheduler:
     def preempt(self, request_id: str) -> SequenceGroup | None:
         """Take a running request's device blocks, as if they had run out; returns it, or None when it is not running.
 
-        It goes on as soon as there is room, with the same tokens. If it takes part in a step in flight, its snapshot there
+        It goes on as soon as there is room, with the same tokens. Between steps `preemption_mode` says what becomes of its
+        KV; while a step is in flight it is always given up, for what the step leaves of it is not known. If it takes part in a step in flight, its snapshot there
         is stale: the step is not launched, or, if it was, what it draws for the request is dropped and drawn again. Its
         blocks stay untouched until then.
         """
@@ -171,8 +172,9 @@ class Scheduler:
         self._ahead.swaps_out.pop(group, None)
         self.batch.leave(group)
         for queue in (self.running, self.swapped, self.waiting):
-            if group in queue:
-                queue.remove(group)
+            place = bisect_left(queue, self.turn(group), key=self.turn)
+            if place < len(queue) and queue[place] is group:
+                del queue[place]
                 break
         encoder, step = group.encoder_seq, self._in_flight
         if encoder is not None and not (step is not None and step.has(group)):
@@ -338,7 +340,7 @@ class Scheduler:
     def rollback(self) -> None:
         """The step in flight will not run: its groups, and those it was to swap out, lose their blocks and wait to compute
         their tokens again."""
-        step = self.take_in_flight()
+        step = self.require_in_flight()
         self._in_flight = None
         self.batch.clear()
         if step.decodes is not None:
@@ -372,7 +374,7 @@ class Scheduler:
         Sequences end here by an end-of-sequence or stop token, by length, or, with a token below 0, because their
         logits were not finite. Results of requests that ended meanwhile are dropped.
         """
-        step = self.take_in_flight()
+        step = self.require_in_flight()
         expected = sum(row.num_samples for row in step.rows)
         expected += 0 if step.decodes is None else len(step.decodes.rows)
         got = len(outputs.token_ids), len(outputs.logprobs)
@@ -390,7 +392,7 @@ class Scheduler:
         self.totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
         return changed
 
-    def take_in_flight(self) -> Step:
+    def require_in_flight(self) -> Step:
         if self._in_flight is None:
             raise RuntimeError("expected a step in flight, there is none: schedule() comes first")
         return self._in_flight

@@ -67,8 +67,9 @@ class Sequence:
         prompt_token_ids: Seq[int] | np.ndarray,
         index: int = 0,
         spans: tuple[MultiModalSpan, ...] = (),
+        name: str = "prompt_token_ids",
     ) -> None:
-        prompt = _as_token_ids(prompt_token_ids)
+        prompt = _as_token_ids(prompt_token_ids, name)
         self.spans = spans  # images and the like among the prompt's tokens
         self.seq_id = seq_id
         self.index = index  # which of the request's samples
@@ -164,7 +165,7 @@ class Sequence:
         )
 
 
-def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
+def _as_token_ids(token_ids: Seq[int] | np.ndarray, name: str) -> np.ndarray:
     """int32 [n]. Raises ValueError for anything that is not a flat run of integers of that size."""
     try:
         array = np.asarray(token_ids)
@@ -174,13 +175,9 @@ def _as_token_ids(token_ids: Seq[int] | np.ndarray) -> np.ndarray:
         return array.astype(np.int32)
     info = np.iinfo(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"prompt_token_ids: expected a flat list of integers, got {token_ids!r:.80}"
-        )
+        raise ValueError(f"{name}: expected a flat list of integers, got {token_ids!r:.80}")
     if array.min() < info.min or array.max() > info.max:
-        raise ValueError(
-            f"prompt_token_ids: expected 32-bit token ids, got {array.min()} to {array.max()}"
-        )
+        raise ValueError(f"{name}: expected 32-bit token ids, got {array.min()} to {array.max()}")
     return array.astype(np.int32)
 
 
@@ -260,6 +257,8 @@ class SequenceGroup:
         encoder_seq: Sequence | None = None,
         multi_modal_spans: Seq[MultiModalSpan] = (),
     ) -> None:
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id: expected text, got {request_id!r}")
         if not isinstance(cache_salt, str) or not cache_salt.isprintable():
             raise ValueError(f"cache_salt: expected printable text, got {cache_salt!r}")
         if not isinstance(priority, int) or isinstance(priority, bool):

@@ -268,3 +268,26 @@ def test_the_watermark_stays_free_while_others_run():
     h.step()
     assert h.scheduler.running[0].request_id == "second"
     h.drain()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"request_id": 3}, "request_id: expected text"),
+        ({"encoder_token_ids": [0.5]}, "encoder_token_ids: expected a flat list"),
+        ({"encoder_token_ids": [2**40]}, "encoder_token_ids: expected 32-bit"),
+        ({"prompt": [2**40]}, "prompt_token_ids: expected 32-bit"),
+    ],
+)
+def test_bad_arguments_are_refused_by_their_own_name(arguments, message):
+    h = Harness(max_encoder_len=8)
+    with pytest.raises(ValueError, match=message):
+        h.add(**({"request_id": "r", "prompt": [1, 2]} | arguments))
+    assert not h.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("field", ["enable_prefix_caching", "is_multi_modal", "sliding_window"])
+def test_flags_are_flags_and_numbers_are_numbers(field):
+    value = True if field == "sliding_window" else 1
+    with pytest.raises(ValueError, match=field):
+        SchedulerConfig(num_gpu_blocks=8, **{field: value})
