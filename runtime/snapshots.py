@@ -8,7 +8,7 @@ columns are as frozen as the objects are: numbers are copied, token buffers and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +54,18 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    def take(self, kept: list[int]) -> DecodeRows:
+        """Some of the rows, in order."""
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                value = [value[row] for row in kept]
+            elif isinstance(value, np.ndarray):
+                value = value[kept]
+            values[field.name] = value
+        return DecodeRows(**values)
 
     def metadata(self, row: int) -> SequenceGroupMetadata:
         """The snapshot of one row."""

@@ -41,7 +41,7 @@ class DecodePlace:
     groups: list[SequenceGroup]
     seqs: list[Sequence]
     row_of: dict[SequenceGroup, int]
-    published: list[int] = field(default_factory=list)
+    published: list[tuple[int, int]] = field(default_factory=list)  # (row, block)
 
 
 class DecodeBatch:
@@ -196,7 +196,8 @@ class DecodeBatch:
         if self._config.enable_prefix_caching:
             for row in np.flatnonzero(num_tokens % size == 0).tolist():
                 namespace = self.groups[row].namespace
-                place.published.extend(self._blocks.publish_last(self.seqs[row], namespace))
+                for block in self._blocks.publish_last(self.seqs[row], namespace):
+                    place.published.append((row, block))
         return place
 
     def _refresh_tables(self, rows: list[int]) -> None:

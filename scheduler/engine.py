@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import numpy as np
 
 from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
 from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
@@ -235,18 +236,9 @@ class Engine:
         """Execute the step and write its tokens back; returns the groups that got some."""
         launched = time.perf_counter()
         try:
-            sampled = self._runner.execute(
-                outputs.seq_group_metadata_list,
-                blocks_to_swap_in=outputs.blocks_to_swap_in,
-                blocks_to_swap_out=outputs.blocks_to_swap_out,
-                blocks_to_copy=outputs.blocks_to_copy,
-                generation_of=self.scheduler.generation_of,
-            )
+            sampled = self._launch(outputs)
             returned = time.perf_counter()
             changed = self.scheduler.update(sampled)
-        except StaleMetadataError:
-            self.scheduler.rollback()  # nothing was launched; the next step pulls fresh snapshots
-            return []
         except BaseException:
             self.scheduler.rollback()  # every request of the step can still be run again or aborted
             raise
@@ -255,6 +247,21 @@ class Engine:
             group.metrics.scheduler_time += schedule_time + write_back_time
             group.metrics.model_time += returned - launched
         return changed
+
+    def _launch(self, outputs: SchedulerOutputs) -> SamplerOutput:
+        """Execute the step; what was overtaken before its launch is left out, and the rest issued again."""
+        while not outputs.is_empty:
+            try:
+                return self._runner.execute(
+                    outputs.seq_group_metadata_list,
+                    blocks_to_swap_in=outputs.blocks_to_swap_in,
+                    blocks_to_swap_out=outputs.blocks_to_swap_out,
+                    blocks_to_copy=outputs.blocks_to_copy,
+                    generation_of=self.scheduler.generation_of,
+                )
+            except StaleMetadataError:
+                outputs = self.scheduler.reissue()
+        return SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
     def _decode(self, request: Request) -> Exception | None:
         """Bring a request's text up to its tokens. One whose text cannot be made is ended; nobody else is touched."""

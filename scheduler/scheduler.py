@@ -31,6 +31,7 @@ from .config import SchedulerConfig
 from .decode_batch import DecodeBatch
 from .entrance import Entrance
 from .invariants import check_invariants
+from .reissue import drop_stale
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .stats import SchedulerStats, Totals
 from .step import Row, SchedulerOutputs, Step, create_metadata
@@ -304,7 +305,16 @@ class Scheduler:
         step.snapshots = Snapshots(None if step.decodes is None else step.decodes.rows, snapshots)
         for row in step.rows:
             self._progress(row)
-        outputs = SchedulerOutputs(
+        outputs = self._outputs(step)
+        if not outputs.is_empty:
+            self._in_flight = step
+        if logger.isEnabledFor(logging.DEBUG):
+            for snapshot in step.snapshots:
+                logger.debug("step=%d %s", step.number, snapshot.describe())
+        return outputs
+
+    def _outputs(self, step: Step) -> SchedulerOutputs:
+        return SchedulerOutputs(
             seq_group_metadata_list=step.snapshots,
             scheduled_seq_groups=step.groups,
             blocks_to_swap_in=step.swaps_in,
@@ -314,12 +324,6 @@ class Scheduler:
             ignored=step.ignored,
             preempted=step.preempted,
         )
-        if not outputs.is_empty:
-            self._in_flight = step
-        if logger.isEnabledFor(logging.DEBUG):
-            for snapshot in step.snapshots:
-                logger.debug("step=%d %s", step.number, snapshot.describe())
-        return outputs
 
     def _progress(self, row: Row) -> None:
         """The step is ordered: what it computes counts as computed for all that is scheduled after it."""
@@ -337,6 +341,15 @@ class Scheduler:
                 self.blocks.fork(leader, seq)
                 seq.num_computed_tokens = leader.num_computed_tokens
 
+    def reissue(self) -> SchedulerOutputs:
+        """The step in flight again, nothing of which was launched, without the rows whose snapshots went stale meanwhile.
+
+        RuntimeError if none did.
+        """
+        step = self.require_in_flight()
+        drop_stale(self, step)
+        return self._outputs(step)
+
     def rollback(self) -> None:
         """The step in flight will not run: its groups, and those it was to swap out, lose their blocks and wait to compute
         their tokens again."""
@@ -344,10 +357,10 @@ class Scheduler:
         self._in_flight = None
         self.batch.clear()
         if step.decodes is not None:
-            self.blocks.unpublish(step.decodes.published)
+            self.blocks.unpublish(block for _, block in step.decodes.published)
             for group, seq in zip(step.decodes.groups, step.decodes.seqs, strict=True):
                 self._undo(group, [seq])
-        for row in reversed(step.rows):
+        for row in reversed((*step.rows, *step.left_out)):
             self.blocks.unpublish(row.published)
             if row.is_void:
                 continue
@@ -376,7 +389,7 @@ class Scheduler:
         """
         step = self.require_in_flight()
         expected = sum(row.num_samples for row in step.rows)
-        expected += 0 if step.decodes is None else len(step.decodes.rows)
+        expected += step.num_decodes
         got = len(outputs.token_ids), len(outputs.logprobs)
         if got != (expected, expected):
             raise ValueError(

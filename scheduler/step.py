@@ -75,6 +75,10 @@ class Step:
     decodes_wait: bool = False  # a decode found no place
     awaits_adapter: bool = False  # somebody needs an adapter for which there is no place
     snapshots: Snapshots = field(default_factory=Snapshots)
+    left_out: list[Row] = field(
+        default_factory=list
+    )  # rows whose snapshots went stale before the launch
+    decodes_left: np.ndarray | None = None  # rows of the batch that still stand; None for all
     fenced: list[int] = field(
         default_factory=list
     )  # blocks given up meanwhile, in use until the step is over
@@ -83,6 +87,12 @@ class Step:
         """Whether the group has its place in the step."""
         decodes = self.decodes
         return group in self.placed or (decodes is not None and group in decodes.row_of)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows of the batch that take part."""
+        decodes = self.snapshots.decodes
+        return 0 if decodes is None else len(decodes)
 
     @property
     def groups(self) -> list[SequenceGroup]:
@@ -94,7 +104,7 @@ class Step:
         """Whether the step reads or writes the sequence's blocks."""
         if self.decodes is not None and seq in self.decodes.seqs:
             return True
-        return any(seq in row.seqs for row in self.rows)
+        return any(seq in row.seqs for row in (*self.rows, *self.left_out))
 
 
 def create_metadata(

@@ -25,11 +25,14 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
     """Give each row of the step its tokens; returns the groups that got some."""
     changed, start = [], 0
     if step.decodes is not None:
-        start = len(step.decodes.rows)
-        changed += _write_decodes(
-            scheduler, step.decodes, outputs.token_ids[:start], outputs.logprobs[:start]
-        )
-    for row in step.rows:
+        start = step.num_decodes
+        drawn = outputs.token_ids[:start], outputs.logprobs[:start]
+        if step.decodes_left is not None:  # the others' numbers are not looked at
+            drawn = [
+                _spread(values, step.decodes_left, len(step.decodes.groups)) for values in drawn
+            ]
+        changed += _write_decodes(scheduler, step.decodes, drawn[0], drawn[1])
+    for row in (*step.rows, *step.left_out):
         stop = start + row.num_samples
         if row.num_samples and row.group.live and not row.is_void:
             if row.group.metrics.first_token_time is None:
@@ -47,6 +50,12 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
             scheduler.batch.join(row.group)
     scheduler.blocks.release(step.fenced)
     return changed
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
+    spread = np.zeros(num_rows, values.dtype)
+    spread[rows] = values
+    return spread
 
 
 def _write_decodes(
