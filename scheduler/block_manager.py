@@ -364,6 +364,7 @@ class BlockManager:
         if len(digests) < stop:
             self._extend_digests(seq, namespace, stop)
         table, publish = self._tables[seq.seq_id], self.device.publish
+        first = max(first, table.num_dropped)  # what has left the window is nobody's to publish
         return [
             block for index in range(first, stop) if publish(block := table[index], digests[index])
         ]

@@ -304,3 +304,16 @@ def test_a_search_that_outgrows_the_pool_ends_with_what_it_has():
     outputs = request.output().outputs
     assert len(outputs) == 3 and all(len(output.token_ids) > 2 for output in outputs)
     assert {output.finish_reason for output in outputs} == {"length"}
+
+
+def test_blocks_that_have_left_the_window_are_not_published():
+    """The null block has no content that anybody could find."""
+    blocks = BlockManager(8, 2, sliding_window=3)
+    seq = Sequence(0, prompt(9))
+    blocks.allocate(seq, [])
+    blocks.grow([seq], 8)
+    seq.num_computed_tokens = 8
+    blocks.drop_out_of_window(seq)
+    assert len(blocks.publish(seq, "", 0)) == 1
+    blocks.reset_prefix_cache()
+    blocks.check_integrity()
