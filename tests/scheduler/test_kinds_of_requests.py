@@ -215,6 +215,16 @@ def test_prefixes_are_shared_only_up_to_another_image():
     assert cached == [0, 4, 16]
 
 
+def test_the_same_image_at_another_place_is_another_prefix():
+    """The tokens are all alike, and so is the image."""
+    h = Harness(is_multi_modal=True)
+    for name, offset in (("a", 1), ("b", 2)):
+        spans = (image(offset, 3),)
+        h.add(name, [1] * 12, max_tokens=1, multi_modal_spans=spans)
+        h.drain()
+        assert h.finished[name].group.metrics.num_cached_tokens == 0
+
+
 def test_a_match_does_not_end_inside_an_image_that_must_stay_whole():
     spans = (image(6, 5, is_whole=True),)
     h = Harness(is_multi_modal=True)

@@ -177,3 +177,17 @@ def test_a_beam_search_is_swapped_with_all_its_beams():
         h.drain()
         runs.append([seq.output_token_ids.tolist() for seq in h.finished["r"].group.seqs])
     assert runs[0] == runs[1] and len(runs[0]) == 2
+
+
+def test_swapped_groups_come_back_in_order_of_arrival():
+    """Whatever the order in which they left."""
+    h = Harness(num_blocks=40, num_cpu_blocks=40)
+    for name in ("old", "young"):
+        h.add(name, PROMPT, max_tokens=6, n=2)
+    h.step()
+    h.scheduler.preempt("young")
+    h.scheduler.preempt("old")
+    assert [group.request_id for group in h.scheduler.swapped] == ["old", "young"]
+    h.drain()
+    answers(h, "old", 2, 6)
+    answers(h, "young", 2, 6)
