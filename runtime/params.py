@@ -159,6 +159,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences the request has at once, of which n are returned."""
         return self.n if self.best_of is None else self.best_of
 
+    def draw(self, index: int) -> tuple[float, int, float, float, int]:
+        """What the draws of sample `index` depend on: temperature, top_k, top_p, min_p, seed."""
+        top_k = min(self.top_k, 2**31)  # any vocabulary is smaller
+        return self.temperature, top_k, self.top_p, self.min_p, ((self.seed or 0) + index) % 2**64
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == GREEDY_TEMPERATURE

@@ -61,19 +61,9 @@ def _rows_of(seq_group_metadata_list: Sequence[SequenceGroupMetadata]) -> Sampli
             draws = [(index, 0) for index in range(metadata.num_logits)]
         else:
             draws = [(data.index, len(data.output_token_ids)) for _, data, _ in metadata.rows()]
-        seed, num_candidates = params.seed or 0, metadata.num_candidates
+        num_candidates = metadata.num_candidates
         for index, step in draws:
-            rows.append(
-                (
-                    params.temperature,
-                    min(params.top_k, 2**31),  # any vocabulary is smaller
-                    params.top_p,
-                    params.min_p,
-                    (seed + index) % 2**64,
-                    step,
-                    num_candidates,
-                )
-            )
+            rows.append((*params.draw(index), step, num_candidates))
     columns = list(zip(*rows, strict=True)) if rows else [()] * 7
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64, np.int64)
     return SamplingRows(

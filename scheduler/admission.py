@@ -122,8 +122,8 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
 
     A group of L tokens that may feed R more holds, t steps from now, blocks for min(L + t, L + R) tokens of each of its
     sequences (the prompt's full blocks once), as long as t <= R + d. Decodes advance in every step, so for them d = 0; a
-    prefill may wait up to d steps for its turn, longer than any time where no bound is known. Blocks are given up only where a lifetime ends, so the peak is at one of
-    those ends:
+    prefill may wait up to d steps for its turn, longer than any time where no bound is known. Blocks are given up only
+    where a lifetime ends, so the peak is at one of those ends:
 
         peak = max over i of  sum over j with end_j >= end_i  of  blocks_j(end_i),      end = R + d
 

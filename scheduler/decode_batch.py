@@ -44,6 +44,14 @@ class DecodePlace:
     published: list[tuple[int, int]] = field(default_factory=list)  # (row, block)
 
 
+def _with(values: list[np.ndarray], fresh: dict[int, np.ndarray]) -> list[np.ndarray]:
+    """A new list: snapshots keep the one there was."""
+    replaced = values.copy()
+    for row, value in fresh.items():
+        replaced[row] = value
+    return replaced
+
+
 class DecodeBatch:
     """Groups join and leave between steps (`refresh`); lists are replaced when they change, snapshots keep the old ones."""
 
@@ -141,7 +149,6 @@ class DecodeBatch:
 
     def _values(self, group: SequenceGroup, seq: Sequence) -> tuple:
         """In the order of `_COLUMNS`."""
-        params = group.sampling_params
         longest = seq.num_prompt_tokens + most_output_tokens(group, self._config)
         return (
             seq.num_tokens,
@@ -150,11 +157,7 @@ class DecodeBatch:
             seq.cumulative_logprob,
             longest,
             seq.capacity,
-            params.temperature,
-            min(params.top_k, 2**31),  # any vocabulary is smaller
-            params.top_p,
-            params.min_p,
-            ((params.seed or 0) + seq.index) % 2**64,
+            *group.sampling_params.draw(seq.index),
         )
 
     def _number(self) -> None:
@@ -185,11 +188,10 @@ class DecodeBatch:
             leaving = np.flatnonzero((passed > 0) & (passed % size == 0)).tolist()
             for row in leaving:
                 self._blocks.drop_out_of_window(self.seqs[row])
-            self._refresh_tables(leaving)
-        for row in opening:
-            table = self._blocks.grow_by_one(self.seqs[row])
-            if table is not self._tables[row]:
-                self._tables = [*self._tables[:row], table, *self._tables[row + 1 :]]
+            self._refresh_tables(
+                {row: self._blocks.table_buffer(self.seqs[row].seq_id) for row in leaving}
+            )
+        self._refresh_tables({row: self._blocks.grow_by_one(self.seqs[row]) for row in opening})
         place = DecodePlace(self._freeze(), self.groups, self.seqs, self.row_of)
         for seq in self.seqs:
             seq.num_computed_tokens += 1
@@ -200,12 +202,11 @@ class DecodeBatch:
                     place.published.append((row, block))
         return place
 
-    def _refresh_tables(self, rows: list[int]) -> None:
-        """Tables that have outgrown their arrays, or dropped blocks, have new ones."""
-        for row in rows:
-            table = self._blocks.table_buffer(self.seqs[row].seq_id)
-            if table is not self._tables[row]:
-                self._tables = [*self._tables[:row], table, *self._tables[row + 1 :]]
+    def _refresh_tables(self, tables: dict[int, np.ndarray]) -> None:
+        """By row. Those that have outgrown their arrays, or dropped blocks, have new ones."""
+        fresh = {row: table for row, table in tables.items() if table is not self._tables[row]}
+        if fresh:
+            self._tables = _with(self._tables, fresh)
 
     def _freeze(self) -> DecodeRows:
         column = self._column
@@ -269,8 +270,8 @@ class DecodeBatch:
         seq = self.seqs[row]
         for name, value in zip(_COLUMNS, self._values(self.groups[row], seq), strict=True):
             self._column[name][row] = value
-        self._tokens = [*self._tokens[:row], seq.token_buffer, *self._tokens[row + 1 :]]
-        self._logprobs = [*self._logprobs[:row], seq.logprob_buffer, *self._logprobs[row + 1 :]]
+        self._tokens = _with(self._tokens, {row: seq.token_buffer})
+        self._logprobs = _with(self._logprobs, {row: seq.logprob_buffer})
         self._buffers[row] = seq.buffers
 
     def is_leaving(self, group: SequenceGroup) -> bool:

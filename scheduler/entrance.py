@@ -46,12 +46,10 @@ class Entrance(Selection):
         """Bring a waiting group in: its first blocks, and a first chunk."""
         if group.num_seats > self.step.seats:  # told at once, a match takes time
             return False
-        cached, chunk = self._first_chunk(group)
-        if chunk < 1:
+        cached, chunk = first = self._first_chunk(group)
+        if chunk < 1 or self._blocks_to_enter(group, first) > self.blocks.num_free_blocks:
             return False
-        if self._blocks_to_enter(group) > self.blocks.num_free_blocks or not self._is_reserved(
-            group
-        ):
+        if not self._is_reserved(group):
             return False
         leader, size = group.live[0], self.config.block_size
         free = self.blocks.num_free_blocks - self.blocks.num_evictable(cached)
@@ -75,7 +73,8 @@ class Entrance(Selection):
     def _resume(self, group: SequenceGroup) -> bool:
         """Bring a swapped group back with all its blocks. No step swaps both ways."""
         seqs = group.active()
-        if self.step.swaps_out or self.chunk(group, len(seqs)) < 1:
+        chunk = self.chunk(group, len(seqs))
+        if self.step.swaps_out or chunk < 1:
             return False
         if group.num_seats > self.step.seats:
             return False
@@ -88,11 +87,8 @@ class Entrance(Selection):
             return False
         self.scheduler.swapped.remove(group)
         self.step.swaps_in += self.blocks.swap_in(group.owners)
-        chunk = self.chunk(group, len(seqs))
-        while self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
-            chunk = max(1, chunk // 2)
         group.generation_id += 1
-        self._enter(group, seqs, chunk)
+        self._enter(group, seqs, self.halved_to_fit(seqs, chunk))
         return True
 
     def _enter(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> None:
@@ -102,18 +98,25 @@ class Entrance(Selection):
 
     # -- what it takes
 
-    def _blocks_to_enter(self, group: SequenceGroup, alone: bool | None = None) -> int:
+    def _blocks_to_enter(
+        self,
+        group: SequenceGroup,
+        first: tuple[list[int], int] | None = None,
+        alone: bool | None = None,
+    ) -> int:
         """Free blocks without which a group does not come in: those it takes now, and a reserve while others run.
+
+        first   of a waiting group, what `_first_chunk` found; a swapped one has none
 
         A new request needs room for its first chunk only. One that was preempted needs room for all it will hold, else it
         would come in for one chunk and be preempted again.
         """
         alone = not self.scheduler.running if alone is None else alone
         reserve = 0 if alone else self.scheduler.watermark_blocks
-        if group.state is SequenceStatus.SWAPPED:
+        if first is None:
             own = self.blocks.num_blocks_to_swap_in(group.owners)
             return reserve + own + self.blocks.num_blocks_needed(group.active(), 1)
-        cached, chunk = self._first_chunk(group)
+        cached, chunk = first
         size = self.config.block_size
         needed = cdiv(len(cached) * size + chunk, size)
         if group.metrics.num_preemptions:
@@ -167,18 +170,19 @@ class Entrance(Selection):
         victims = [g for g in running if g.priority > group.priority and not step.has(g)]
         owners = [seq for victim in victims for seq in victim.owners]
         seats = step.seats + sum(victim.num_seats for victim in victims)
-        freed = self.blocks.held_alone(owners)
+        freed, first = self.blocks.held_alone(owners), None
         if group.state is SequenceStatus.WAITING:
-            if self._first_chunk(group)[1] < 1:
+            first = self._first_chunk(group)
+            if first[1] < 1:
                 return False  # the step's budget is what it lacks
-            freed.difference_update(self._first_chunk(group)[0])  # it would take these at once
+            freed.difference_update(first[0])  # it would take these at once
         blocks = self.blocks.num_free_blocks + len(freed)
         alone = len(victims) == len(running)
-        if group.num_seats > seats or self._blocks_to_enter(group, alone) > blocks:
+        if group.num_seats > seats or self._blocks_to_enter(group, first, alone) > blocks:
             return False
         while (
             group.num_seats > step.seats
-            or self._blocks_to_enter(group) > self.blocks.num_free_blocks
+            or self._blocks_to_enter(group, first) > self.blocks.num_free_blocks
         ):
             victim = self.last_without_place(self.scheduler.turn(group), less_urgent=True)
             if victim is None:

@@ -74,10 +74,9 @@ def _check_group(scheduler: Scheduler, group: SequenceGroup, status: SequenceSta
                 raise RuntimeError(
                     f"{name}: {seq.num_computed_tokens} computed tokens in {len(table)} blocks"
                 )
-            first = table[: len(table)]
-            num_null = int((first == NULL_BLOCK).sum())
+            num_null = int((table == NULL_BLOCK).sum())
             if num_null and (
-                blocks.sliding_window is None or (first[num_null:] == NULL_BLOCK).any()
+                blocks.sliding_window is None or (table[num_null:] == NULL_BLOCK).any()
             ):
                 raise RuntimeError(f"{name}: null blocks in {table.tolist()}")
 

@@ -68,9 +68,8 @@ class Scheduler:
         if config.admission == "optimistic":
             self.watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self.totals = Totals()
-        self._ahead = (
-            self._new_step()
-        )  # the next step; between steps it takes up swaps that are asked for
+        # the next step; between steps it takes up swaps that are asked for
+        self._ahead = self._new_step()
 
     # -- requests come and go
 
@@ -111,9 +110,9 @@ class Scheduler:
         """Take a running request's device blocks, as if they had run out; returns it, or None when it is not running.
 
         It goes on as soon as there is room, with the same tokens. Between steps `preemption_mode` says what becomes of its
-        KV; while a step is in flight it is always given up, for what the step leaves of it is not known. If it takes part in a step in flight, its snapshot there
-        is stale: the step is not launched, or, if it was, what it draws for the request is dropped and drawn again. Its
-        blocks stay untouched until then.
+        KV; while a step is in flight it is always given up, for what the step leaves of it is not known. If it takes part
+        in that step, its snapshot there is stale: it is left out of the launch, or, if that has been, what the step draws
+        for it is dropped and drawn again. Its blocks stay untouched until then.
         """
         group = self._groups.get(request_id)
         if group is None or group.state is not SequenceStatus.RUNNING:
@@ -121,9 +120,7 @@ class Scheduler:
         if self._in_flight is None:
             self.take_blocks(group, self._ahead)
             return group
-        self.running.remove(group)
-        self.batch.leave(group)
-        group.metrics.num_preemptions += 1
+        self._stop_running(group)
         for row in self._in_flight.rows:
             row.is_void = row.is_void or row.group is group
         for seq in group.owners:
@@ -246,9 +243,7 @@ class Scheduler:
         """
         step.preempted.append(group)
         step.seats += group.num_seats
-        self.running.remove(group)
-        self.batch.leave(group)
-        group.metrics.num_preemptions += 1
+        self._stop_running(group)
         holders = [seq for seq in group.owners if self.blocks.has_table(seq.seq_id)]
         mode = self.config.preemption_mode
         wants_swap = mode == "swap" or (mode == "auto" and len(group.active()) > 1)
@@ -266,6 +261,12 @@ class Scheduler:
         else:
             self._give_up_blocks(group)
         logger.debug("preempted request_id=%s into state=%s", group.request_id, group.state.value)
+
+    def _stop_running(self, group: SequenceGroup) -> None:
+        """A preempted group is in no queue from here on."""
+        self.running.remove(group)
+        self.batch.leave(group)
+        group.metrics.num_preemptions += 1
 
     def _give_up_blocks(self, group: SequenceGroup) -> None:
         """Recompute preemption of a group that is in no queue now: the tokens stay and are computed again."""
@@ -377,8 +378,7 @@ class Scheduler:
         if group.is_finished and group.encoder_seq is not None:
             self.blocks.free(group.encoder_seq)
         if group in self.running:
-            self.running.remove(group)
-            group.metrics.num_preemptions += 1
+            self._stop_running(group)
             self._give_up_blocks(group)
 
     def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:

@@ -126,20 +126,21 @@ class Selection:
 
     def _fitting_chunk(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> int:
         """Tokens, up to `chunk`, that each sequence can be fed with the blocks that are free."""
-        if (
-            len(seqs) > 1
-        ):  # what they had generated before a preemption: a window may let it in bit by bit
-            while (
-                chunk and self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks
-            ):
-                chunk //= 2
-            return chunk
+        if len(seqs) > 1:
+            # what they had generated before a preemption: a window may let it in bit by bit
+            return self.halved_to_fit(seqs, chunk)
         leader, size = group.live[0], self.config.block_size
         room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
         if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
             room -= size  # one goes for a copy of its last block
         room = min(chunk, room)
         return self.without_part_spans(group, room) if self.config.enable_chunked_prefill else 0
+
+    def halved_to_fit(self, seqs: list[Sequence], chunk: int) -> int:
+        """`chunk`, halved until the free blocks suffice for so many tokens of each sequence."""
+        while chunk and self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
+            chunk //= 2
+        return chunk
 
     def last_without_place(
         self, after: tuple[int, int], less_urgent: bool = False
