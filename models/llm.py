@@ -15,7 +15,7 @@ import torch
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from ..runtime.memory import host_pool_blocks
 from ..runtime.params import SamplingParams
-from ..runtime.runner import Model, ModelRunner
+from ..runtime.runner import Model, ModelRunner, in_background
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
 from .layers import kv_layers, widest_window
 from .loader import load_model
@@ -69,6 +69,8 @@ class LLM:
     max_model_len           most tokens of a sequence; None takes the model's limit
     max_num_seqs            sequences that hold KV at once
     max_num_batched_tokens  most tokens fed in one step
+    async_scheduling        put the next step together while the last one runs: the same tokens, sooner where the host's work
+                            counts; a step that ends a request may be run in vain for it
     preemption_mode, policy, order, admission  what happens when blocks or seats run short, see `SchedulerConfig`
     model_class             a model of your own, built as model_class(config); see docs/design.md
     seed                    of requests that name none
@@ -96,6 +98,7 @@ class LLM:
         policy: str = "fcfs",
         order: str = "decode-first",
         admission: str = "optimistic",
+        async_scheduling: bool = False,
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
@@ -112,6 +115,8 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed: expected an integer, got {seed!r}")
+        if not isinstance(async_scheduling, bool):
+            raise ValueError(f"async_scheduling: expected True or False, got {async_scheduling!r}")
         if not isinstance(swap_costs, SwapCosts):
             raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
         host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
@@ -166,11 +171,19 @@ class LLM:
         check = os.environ.get("OCTAVO_CHECK") == "1"
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(cast(Model, loaded), self.pool, self.host_pool, check, swap_costs),
+            ModelRunner(
+                cast(Model, loaded),
+                self.pool,
+                self.host_pool,
+                check,
+                swap_costs,
+                in_background() if async_scheduling else None,
+            ),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
-            check=check,
+            check,
+            async_scheduling,
         )
         self._ids = itertools.count()
         # requests that changed in a step which another call took, until their own call looks

@@ -84,6 +84,10 @@ class LaunchArgs:
     cross_slot_mapping: torch.Tensor | None = None
 
 
+# stands for a token that the step before draws; on the device its id takes this place
+_UNKNOWN = np.zeros(1, np.int32)
+
+
 class _Rows(NamedTuple):
     """Rows of a step as arrays: groups in list order, sequences by ascending seq_id."""
 
@@ -101,6 +105,8 @@ def build_launch_args(
     buffers: LaunchBuffers,
 ) -> LaunchArgs:
     """Turn one step's snapshots into launch arguments, decode rows first.
+
+    A token that the step before is still drawing is 0 in `input_ids`, see `drawn_tokens`.
 
     num_blocks counts all blocks of the pool, the null block included. Everything is checked on host integers before
     anything is uploaded: MetadataError names the request and the field at fault.
@@ -165,7 +171,8 @@ def _rows_of_decodes(rows: DecodeRows, num_blocks: int, buffers: LaunchBuffers) 
     ones = np.ones(len(rows), np.int64)
     num_entries = (rows.num_tokens + (rows.block_size - 1)) // rows.block_size
     tables = buffers.block_tables(rows, num_entries, num_blocks)
-    return _Rows(rows.last_token_ids, rows.num_tokens - 1, ones, ones, tables)
+    input_ids = np.zeros(len(rows), np.int64) if rows.awaits_draw else rows.last_token_ids
+    return _Rows(input_ids, rows.num_tokens - 1, ones, ones, tables)
 
 
 def _joined(parts: list[_Rows]) -> _Rows:
@@ -226,7 +233,8 @@ def _rows_of(
             context_len = data.num_computed_tokens
             owners.append(metadata)
             tables.append(table)
-            tokens.append(data.token_ids(context_len, context_len + metadata.token_chunk_size))
+            fed = data.token_ids(context_len, context_len + metadata.token_chunk_size)
+            tokens.append(fed if len(fed) else _UNKNOWN)
             context_lens.append(context_len)
             num_logits.append(draws)
     query_lens = np.array([metadata.token_chunk_size for metadata in owners], np.int64)

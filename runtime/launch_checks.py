@@ -27,7 +27,7 @@ def check_lengths(metadata: SequenceGroupMetadata) -> None:
         check_array(metadata, "block_tables", metadata.block_tables[seq_id])
         check_array(metadata, "seq_data", data.prompt_token_ids)
         check_array(metadata, "seq_data", data.output_token_ids)
-        left = data.num_tokens - data.num_computed_tokens
+        left = data.num_tokens - data.num_computed_tokens + metadata.awaits_draw(data)
         if data.num_computed_tokens < 0 or chunk > left:
             raise MetadataError(
                 metadata.request_id,

@@ -13,6 +13,9 @@ Lengths of one row (a sequence in one step):
     | KV is in the cache before the step    | fed in this step  | tokens of later chunks
     |<------------------------ seq_len ------------------------>|
 
+The last token that is fed may be one that the step before is still drawing for the sequence: a step can be made while
+another runs. Then seq_len is one more than the tokens that the snapshot knows, and whoever runs both steps knows the rest.
+
 They hold raw facts; what can be derived from them (positions, slots, lengths) is derived by the consumer.
 """
 
@@ -146,7 +149,19 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """This step draws the first token of the request: all samples come from the one prompt row."""
         if not self.do_sample or len(self.seq_data) > 1:
             return False
-        return all(len(data.output_token_ids) == 0 for data in self.seq_data.values())
+        return all(self.num_drawn(data) == 0 for data in self.seq_data.values())
+
+    def seq_len(self, data: SequenceData) -> int:
+        """Tokens of the sequence that are in the cache or fed in this step."""
+        return data.num_computed_tokens + self.token_chunk_size
+
+    def num_drawn(self, data: SequenceData) -> int:
+        """Output tokens of the sequence that the step feeds, or has in the cache: the place of the token it draws."""
+        return self.seq_len(data) - len(data.prompt_token_ids)
+
+    def awaits_draw(self, data: SequenceData) -> bool:
+        """The last token that is fed is the one that the step before draws: the only one fed, and not known yet."""
+        return self.token_chunk_size == 1 and data.num_computed_tokens == data.num_tokens
 
     @property
     def num_logits(self) -> int:

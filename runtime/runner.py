@@ -1,22 +1,26 @@
-"""Executes one step: block operations, launch arguments, forward pass, sampling. Holds no request state."""
+"""Runs steps: launch arguments, block operations, forward pass, sampling. Holds no request state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from .block_mover import BlockMover
+from .drawn_tokens import awaited_draws, with_drawn
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .metadata import SamplerOutput, SequenceGroupMetadata
-from .sampler import sample, sampling_rows
+from .sampler import SamplingRows, sample, sampling_rows
 from .shadow_cache import ShadowCache
 from .snapshots import Snapshots
 
+_Pairs = list[tuple[int, int]] | tuple[()]
 _NO_TOKENS = SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -30,11 +34,35 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...  # [R, hidden] -> [R, vocab]
 
 
+class Executor(Protocol):
+    """Where the work of a step is done."""
+
+    def submit(self, work: Callable[[], SamplerOutput], /) -> Future[SamplerOutput]: ...
+
+
+class AtOnce:
+    """Work is done in the call that submits it."""
+
+    def submit(self, work: Callable[[], SamplerOutput], /) -> Future[SamplerOutput]:
+        future: Future[SamplerOutput] = Future()
+        try:
+            future.set_result(work())
+        except BaseException as failure:
+            future.set_exception(failure)
+        return future
+
+
+def in_background() -> Executor:
+    """One thread does all work, in the order in which it was submitted."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-step")
+
+
 class ModelRunner:
     """A model, its KV pool and, for swapping, a pool in host memory.
 
     check       ask a `ShadowCache` before each launch whether every row will read its own tokens
     swap_costs  of this machine, as `octavo kernels calibrate` measured them
+    executor    runs what is launched; `in_background()` lets the caller put the next step together meanwhile
     """
 
     def __init__(
@@ -44,18 +72,19 @@ class ModelRunner:
         host_pool: KVPool | None = None,
         check: bool = False,
         swap_costs: SwapCosts = PUBLIC_FIGURES,
+        executor: Executor | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.mover = BlockMover(pool, host_pool, swap_costs)
+        self._executor = AtOnce() if executor is None else executor
         self._buffers = LaunchBuffers(pool.data.device)
         num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
         self._shadow = (
             ShadowCache(pool.block_size, pool.num_blocks, num_host_blocks) if check else None
         )
 
-    @torch.inference_mode()
-    def execute(
+    def launch(
         self,
         seq_group_metadata_list: Sequence[SequenceGroupMetadata],
         *,
@@ -63,36 +92,87 @@ class ModelRunner:
         blocks_to_swap_in: list[tuple[int, int]] | tuple[()] = (),
         blocks_to_copy: list[tuple[int, int]] | tuple[()] = (),
         generation_of: Callable[[str], int | None],
-    ) -> SamplerOutput:
-        """Run one step and return its tokens in row order. Of a step without rows only the moves are made.
+        after: object = None,
+    ) -> LaunchedStep:
+        """Launch one step; its result are tokens in row order. Of a step without rows only the moves are made.
 
-        Blocks move as `BlockMover` says: swap-outs, swap-ins, copies, before any key and value of the step is written.
-        Raises MetadataError or StaleMetadataError before any memory is touched.
+        after   the launch in flight that this one goes on from: it may draw the tokens that this one feeds, and if it fails,
+                so does this. At most two are in flight, for the arguments of a third would overwrite those of the first
+
+        Steps run in the order of their launches. Blocks move as `BlockMover` says: swap-outs, swap-ins, copies, before any key
+        and value of the step is written. Raises MetadataError or StaleMetadataError before anything is launched.
         """
+        snapshots = Snapshots.of(seq_group_metadata_list)
+        # first of all: arguments that are built and not launched would take the place of those of a step that runs
+        snapshots.check_current(generation_of)
+        before = after if isinstance(after, LaunchedStep) else None
+        awaited = awaited_draws(snapshots, None if before is None else before.snapshots)
         has_moves = blocks_to_swap_out or blocks_to_swap_in or blocks_to_copy
         args = None
-        if seq_group_metadata_list or not has_moves:
+        if len(snapshots) or not has_moves:
             args = build_launch_args(
-                seq_group_metadata_list, self.pool.block_size, self.pool.num_blocks, self._buffers
+                snapshots, self.pool.block_size, self.pool.num_blocks, self._buffers
             )
-        rows = sampling_rows(seq_group_metadata_list)
-        Snapshots.of(seq_group_metadata_list).check_current(generation_of)
-        if self._shadow is not None:
-            self._shadow.check_step(
-                seq_group_metadata_list, blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy
-            )
-        self.mover.move(
-            blocks_to_swap_out,
-            blocks_to_swap_in,
-            blocks_to_copy,
-            blocks_written(seq_group_metadata_list, self.pool.block_size),
+        step = _Step(
+            snapshots,
+            before,
+            args,
+            sampling_rows(snapshots),
+            awaited,
+            (blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy),
         )
+        return LaunchedStep(snapshots, self._executor.submit(partial(self._run, step)))
+
+    def execute(
+        self, seq_group_metadata_list: Sequence[SequenceGroupMetadata], **kwargs: Any
+    ) -> SamplerOutput:
+        """`launch`, and wait for the result."""
+        return self.launch(seq_group_metadata_list, **kwargs).result()
+
+    @torch.inference_mode()
+    def _run(self, step: _Step) -> SamplerOutput:
+        before = step.before
+        drawn = None if before is None else before.result()  # it ran before this one began
+        if self._shadow is not None:
+            snapshots = step.snapshots
+            if before is not None and drawn is not None:
+                snapshots = with_drawn(snapshots, before.snapshots, drawn)
+            self._shadow.check_step(snapshots, *step.moves)
+        self.mover.move(*step.moves, blocks_written(step.snapshots, self.pool.block_size))
+        args = step.args
         if args is None:
             return _NO_TOKENS
+        if step.awaited is not None and drawn is not None:
+            tokens, samples = step.awaited
+            # of a row whose logits were not finite the next token has no meaning
+            token_ids = torch.from_numpy(drawn.token_ids[samples]).clamp(min=0)
+            args.input_ids[torch.from_numpy(tokens)] = token_ids.to(args.input_ids.device)
         hidden = self.model(args, self.pool)
-        if len(rows.seed) == 0:
+        if len(step.rows.seed) == 0:
             return _NO_TOKENS
-        return sample(self.model.compute_logits(hidden[args.logits_indices]), rows)
+        return sample(self.model.compute_logits(hidden[args.logits_indices]), step.rows)
+
+
+class LaunchedStep(NamedTuple):
+    """A step that runs, or has run."""
+
+    snapshots: Snapshots
+    future: Future[SamplerOutput]
+
+    def result(self) -> SamplerOutput:
+        """Its tokens, as soon as they are there. Raises what the step raised."""
+        return self.future.result()
+
+
+class _Step(NamedTuple):
+    """What there is to do for a launch."""
+
+    snapshots: Snapshots
+    before: LaunchedStep | None
+    args: LaunchArgs | None  # None if there are no rows
+    rows: SamplingRows
+    awaited: tuple[np.ndarray, np.ndarray] | None  # see `awaited_draws`
+    moves: tuple[_Pairs, _Pairs, _Pairs]  # out, in, copies
 
 
 def blocks_written(

@@ -60,7 +60,7 @@ def _rows_of(seq_group_metadata_list: Sequence[SequenceGroupMetadata]) -> Sampli
         if metadata.is_first_sample:
             draws = [(index, 0) for index in range(metadata.num_logits)]
         else:
-            draws = [(data.index, len(data.output_token_ids)) for _, data, _ in metadata.rows()]
+            draws = [(data.index, metadata.num_drawn(data)) for _, data, _ in metadata.rows()]
         num_candidates = metadata.num_candidates
         for index, step in draws:
             rows.append((*params.draw(index), step, num_candidates))

@@ -29,6 +29,8 @@ class DecodeRows:
     tokens, logprobs     read-only buffers whose beginnings are the sequence's tokens and its outputs' log probabilities
     tables               int32 arrays whose first ceil(num_tokens / block_size) entries are the block table
     temperature, top_k, top_p, min_p, seed   the sampling parameters as columns, see `sampler.SamplingRows`
+    awaits_draw          the newest token of each is the one that the step before this draws: it is counted, but its id is
+                         not known yet, and stands in neither `last_token_ids` nor `tokens`
     """
 
     request_ids: list[str]
@@ -51,6 +53,7 @@ class DecodeRows:
     seed: np.ndarray
     block_size: int
     sliding_window: int | None
+    awaits_draw: bool = False
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -70,16 +73,17 @@ class DecodeRows:
     def metadata(self, row: int) -> SequenceGroupMetadata:
         """The snapshot of one row."""
         num_tokens, prompt_len = int(self.num_tokens[row]), int(self.num_prompt_tokens[row])
+        num_known = num_tokens - self.awaits_draw
         tokens = self.tokens[row]
         computed = num_tokens - 1
         table = self.tables[row][: -(-num_tokens // self.block_size)]
         table.flags.writeable = False
         data = SequenceData(
             tokens[:prompt_len],
-            tokens[prompt_len:num_tokens],
+            tokens[prompt_len:num_known],
             computed,
             float(self.cumulative_logprobs[row]),
-            self.logprobs[row][: num_tokens - prompt_len],
+            self.logprobs[row][: num_known - prompt_len],
         )
         seq_id = self.seq_ids[row]
         return SequenceGroupMetadata(

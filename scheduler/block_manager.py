@@ -229,14 +229,20 @@ class BlockManager:
                 table.extend([self.device.take() for _ in range(missing)])
         return copies
 
-    def drop_out_of_window(self, seq: Sequence) -> None:
-        """Let go of blocks that no token still to be fed can see. Only between steps: a step in flight may read them."""
+    def drop_out_of_window(self, seq: Sequence, fence: list[int] | None = None) -> None:
+        """Let go of blocks that no token still to be fed can see.
+
+        fence   takes them, for `release` later: a step in flight may still read them
+        """
         if self.sliding_window is None:
             return
         first_visible = seq.num_computed_tokens - self.sliding_window + 1
         table = self._tables[seq.seq_id]
-        for block in table.drop(min(max(first_visible, 0) // self.block_size, len(table))):
-            self.device.release(block)
+        dropped = table.drop(min(max(first_visible, 0) // self.block_size, len(table)))
+        if fence is None:
+            self.release(dropped)
+        else:
+            fence += dropped
 
     def grow_by_one(self, seq: Sequence) -> np.ndarray:
         """One more block for a sequence whose table is full; returns the table's array, see `table_buffer`."""

@@ -79,19 +79,24 @@ class DecodeBatch:
 
     # -- who is in it
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Somebody has joined and had no step yet."""
+        return bool(self._joining)
+
     @staticmethod
     def takes(group: SequenceGroup) -> bool:
-        """Whether a group's next steps are plain decodes."""
+        """Whether a group's decodes are plain ones."""
         params = group.sampling_params
         return (
             params.width == 1
             and not params.use_beam_search
             and group.encoder_seq is None
             and group.state is SequenceStatus.RUNNING
-            and not group.is_prefill
         )
 
     def join(self, group: SequenceGroup) -> None:
+        """The group's next step is a plain decode."""
         self._joining.append(group)
 
     def leave(self, group: SequenceGroup) -> None:
@@ -107,13 +112,13 @@ class DecodeBatch:
         self._joining.clear()
         self.refresh()
 
-    def refresh(self) -> None:
+    def refresh(self, fence: list[int] | None = None) -> None:
         """Let those go who left, and take in those who joined."""
         if self._leaving:
             self._drop([i for i, group in enumerate(self.groups) if group not in self._leaving])
             self._leaving.clear()
         if self._joining:
-            self._take_in(self._joining)
+            self._take_in(self._joining, fence)
             self._joining = []
 
     def _drop(self, kept: list[int]) -> None:
@@ -125,10 +130,10 @@ class DecodeBatch:
         self._ends = self._ends[kept]
         self._number()
 
-    def _take_in(self, groups: list[SequenceGroup]) -> None:
+    def _take_in(self, groups: list[SequenceGroup], fence: list[int] | None) -> None:
         seqs = [group.live[0] for group in groups]
         for seq in seqs:
-            self._blocks.drop_out_of_window(seq)
+            self._blocks.drop_out_of_window(seq, fence)
         self.groups = [*self.groups, *groups]
         self.seqs = [*self.seqs, *seqs]
         self._tokens = [*self._tokens, *(seq.token_buffer for seq in seqs)]
@@ -173,34 +178,64 @@ class DecodeBatch:
 
     # -- one step
 
-    def opening(self) -> list[int]:
-        """Rows that need a new block before they can be fed their newest token."""
-        return np.flatnonzero(
-            self._column["num_tokens"] % self._config.block_size == self._first
-        ).tolist()
+    def going_on(self, ahead: int) -> np.ndarray:
+        """Rows that will not have ended by length once the tokens are drawn that `ahead` steps in flight draw."""
+        column = self._column
+        return np.flatnonzero(column["num_tokens"] + ahead < column["limit"])
 
-    def place(self, opening: list[int]) -> DecodePlace:
-        """Feed every sequence its newest token: blocks first, for the `opening` rows, then the snapshot, then progress."""
-        num_tokens, size = self._column["num_tokens"], self._config.block_size
+    def opening(self, ahead: int = 0) -> list[int]:
+        """Rows that need a new block before they can be fed their newest token."""
+        num_tokens = self._column["num_tokens"] + ahead
+        return np.flatnonzero(num_tokens % self._config.block_size == self._first).tolist()
+
+    def place(
+        self, opening: list[int], ahead: int = 0, fence: list[int] | None = None
+    ) -> DecodePlace:
+        """Feed every sequence its newest token: blocks first, for the `opening` rows, then the snapshot, then progress.
+
+        ahead   1 when the newest token is the one that a step in flight draws; those whose last one that is are left out
+        fence   takes blocks that have left the window
+        """
+        num_tokens, size = self._column["num_tokens"] + ahead, self._config.block_size
+        kept = self.going_on(ahead) if ahead else np.arange(len(self))
+        everybody = len(kept) == len(self)
+        if not everybody:
+            opening = sorted(set(opening).intersection(kept.tolist()))
         window = self._config.sliding_window
         if window is not None:
             passed = num_tokens - window  # tokens before all that the newest can see
             leaving = np.flatnonzero((passed > 0) & (passed % size == 0)).tolist()
             for row in leaving:
-                self._blocks.drop_out_of_window(self.seqs[row])
+                self._blocks.drop_out_of_window(self.seqs[row], fence)
             self._refresh_tables(
                 {row: self._blocks.table_buffer(self.seqs[row].seq_id) for row in leaving}
             )
         self._refresh_tables({row: self._blocks.grow_by_one(self.seqs[row]) for row in opening})
-        place = DecodePlace(self._freeze(), self.groups, self.seqs, self.row_of)
-        for seq in self.seqs:
+        rows = self._freeze(num_tokens, bool(ahead))
+        if everybody:
+            place = DecodePlace(rows, self.groups, self.seqs, self.row_of)
+        else:
+            chosen = kept.tolist()
+            groups, seqs = [self.groups[i] for i in chosen], [self.seqs[i] for i in chosen]
+            numbers = {group: row for row, group in enumerate(groups)}
+            place = DecodePlace(rows.take(chosen), groups, seqs, numbers)
+        for seq in place.seqs:
             seq.num_computed_tokens += 1
-        if self._config.enable_prefix_caching:
-            for row in np.flatnonzero(num_tokens % size == 0).tolist():
-                namespace = self.groups[row].namespace
-                for block in self._blocks.publish_last(self.seqs[row], namespace):
-                    place.published.append((row, block))
+        if not ahead:
+            self.publish_filled(place)
         return place
+
+    def publish_filled(self, place: DecodePlace) -> None:
+        """Make known the blocks that the newest tokens fill, which a step in flight feeds."""
+        if not self._config.enable_prefix_caching:
+            return
+        filled = self._column["num_tokens"] % self._config.block_size == 0
+        for row in np.flatnonzero(filled).tolist():
+            group = self.groups[row]
+            at = row if place.groups is self.groups else place.row_of.get(group)
+            if at is not None and group not in self._leaving:
+                for block in self._blocks.publish_last(self.seqs[row], group.namespace):
+                    place.published.append((at, block))
 
     def _refresh_tables(self, tables: dict[int, np.ndarray]) -> None:
         """By row. Those that have outgrown their arrays, or dropped blocks, have new ones."""
@@ -208,10 +243,10 @@ class DecodeBatch:
         if fresh:
             self._tables = _with(self._tables, fresh)
 
-    def _freeze(self) -> DecodeRows:
+    def _freeze(self, num_tokens: np.ndarray, awaits_draw: bool) -> DecodeRows:
         column = self._column
         return DecodeRows(
-            num_tokens=column["num_tokens"].copy(),
+            num_tokens=num_tokens,
             num_prompt_tokens=column["num_prompt_tokens"],
             last_token_ids=column["last_token_ids"].copy(),
             cumulative_logprobs=column["cumulative_logprobs"].copy(),
@@ -225,12 +260,15 @@ class DecodeBatch:
             seed=column["seed"],
             block_size=self._config.block_size,
             sliding_window=self._config.sliding_window,
+            awaits_draw=awaits_draw,
             **self._fixed,
         )
 
-    def append(self, token_ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Give each sequence its token, but for those that end with it, have ended, or need larger buffers: returns their
-        rows, in order. `reread` brings one that goes on up to date."""
+    def append(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, absent: np.ndarray | None = None
+    ) -> list[int]:
+        """Give each sequence its token, but for those that end with it, have ended, need larger buffers or are `absent`
+        from the step: returns their rows, in order. `reread` brings one that goes on up to date."""
         column = self._column
         num_tokens = column["num_tokens"]
         special = (token_ids < 0) | (num_tokens + 1 >= column["limit"])
@@ -238,6 +276,8 @@ class DecodeBatch:
         special |= (token_ids[:, None] == self._ends).any(axis=1)
         for group in self._leaving:
             special[self.row_of[group]] = True
+        if absent is not None:
+            special |= absent
         rows = np.flatnonzero(special).tolist()
         totals = column["cumulative_logprobs"] + logprobs
         values = (
@@ -265,10 +305,11 @@ class DecodeBatch:
             column["last_token_ids"], column["cumulative_logprobs"] = token_ids.copy(), totals
         return rows
 
-    def reread(self, row: int) -> None:
+    def reread(self, group: SequenceGroup) -> None:
         """Take over what has become of a sequence that goes on."""
+        row = self.row_of[group]
         seq = self.seqs[row]
-        for name, value in zip(_COLUMNS, self._values(self.groups[row], seq), strict=True):
+        for name, value in zip(_COLUMNS, self._values(group, seq), strict=True):
             self._column[name][row] = value
         self._tokens = _with(self._tokens, {row: seq.token_buffer})
         self._logprobs = _with(self._logprobs, {row: seq.logprob_buffer})

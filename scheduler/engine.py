@@ -1,7 +1,13 @@
-"""The step loop: schedule, run, write back, decode text. One call of `step()` is one forward pass."""
+"""The step loop: schedule, launch, write back, decode text. One call of `step()` brings one forward pass to its end.
+
+serial        | schedule 1 | ....... runs 1 ....... | write back 1, text | schedule 2 | ....... runs 2 ....... |
+overlapped    | schedule 1 | ....... runs 1 ....... | ....... runs 2 ....... | ....... runs 3 ....... |
+                           | schedule 2 |           | write back 1, text, schedule 3 |
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -25,10 +31,18 @@ if TYPE_CHECKING:
     from .step import SchedulerOutputs
 
 
-class Runner(Protocol):
-    """What executes a step; `runtime.runner.ModelRunner` is the real one."""
+class Launch(Protocol):
+    """A step that runs, or has run."""
 
-    def execute(
+    def result(self) -> SamplerOutput:
+        """Its tokens, as soon as they are there. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs a step; `runtime.runner.ModelRunner` is the real one."""
+
+    def launch(
         self,
         seq_group_metadata_list: Seq[SequenceGroupMetadata],
         *,
@@ -36,7 +50,27 @@ class Runner(Protocol):
         blocks_to_swap_out: list[tuple[int, int]],
         blocks_to_copy: list[tuple[int, int]],
         generation_of: Callable[[str], int | None],
-    ) -> SamplerOutput: ...
+        after: Launch | None,
+    ) -> Launch:
+        """after   the step in flight that this one goes on from; if that fails, so does this"""
+        ...
+
+
+@dataclasses.dataclass
+class _Flying:
+    """A step in flight. Times are seconds of `time.perf_counter`, durations seconds."""
+
+    launch: Launch
+    groups: list[SequenceGroup]
+    schedule_time: float
+    launched: float
+
+
+class _NothingToRun:
+    """The launch of a step of which nothing is left."""
+
+    def result(self) -> SamplerOutput:
+        return SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class Request:
@@ -133,7 +167,9 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         check: bool = False,
+        async_scheduling: bool = False,
     ) -> None:
+        """async_scheduling: put the next step together while the last one runs, which the runner then has to do elsewhere."""
         self.scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
@@ -144,6 +180,8 @@ class Engine:
         self._requests: dict[SequenceGroup, Request] = {}
         self._aborted: list[SequenceGroup] = []
         self._undelivered: list[Request] = []  # what a step that raised would have returned
+        self._most_in_flight = 2 if async_scheduling else 1
+        self._in_flight: list[_Flying] = []  # oldest first, as `Scheduler.flight`
         self._num_added = 0
         self.peak_used_blocks = 0
 
@@ -195,30 +233,29 @@ class Engine:
         return group is not None
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished() or bool(self._aborted or self._undelivered)
+        """Somebody waits for something, or a step is in flight, of what has ended even."""
+        waiting = self._aborted or self._undelivered or self._in_flight
+        return self.scheduler.has_unfinished() or bool(waiting)
 
     def step(self) -> list[Request]:
-        """One forward pass; returns the requests that got tokens or ended, finished ones for the last time.
+        """Bring one forward pass to its end; returns the requests that got tokens or ended, finished ones for the last time.
 
         When the model or the making of a text raises, so does this, after everyone's state is right again; the next
         call returns what this one would have.
         """
-        started = time.perf_counter()
-        outputs = self.scheduler.schedule()
-        if self._check:
-            check_step(self.scheduler, outputs)
-        scheduled = time.perf_counter()
-        changed, self._aborted = self._aborted + outputs.ignored, []
-        used = self.scheduler.blocks.num_used_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, used)
+        changed, self._aborted = self._aborted, []
         failures: list[Exception] = []
-        if not outputs.is_empty:
-            try:
-                changed += self._run(outputs, scheduled - started)
-            except Exception as failure:
-                failures.append(failure)
-        elif not (changed or self._undelivered) and self.scheduler.has_unfinished():
-            raise RuntimeError("no progress: requests are unfinished, but none could be scheduled")
+        try:
+            while len(self._in_flight) < self._most_in_flight and self._launch_next(changed):
+                pass
+            if self._in_flight:
+                changed += self._conclude()
+            elif not (changed or self._undelivered) and self.scheduler.has_unfinished():
+                raise RuntimeError(
+                    "no progress: requests are unfinished, but none could be scheduled"
+                )
+        except Exception as failure:
+            failures.append(failure)
         requests = [self._requests[group] for group in dict.fromkeys(changed)]
         failures += [failure for request in requests if (failure := self._decode(request))]
         for request in requests:
@@ -232,36 +269,72 @@ class Engine:
             raise failures[0]
         return requests
 
-    def _run(self, outputs: SchedulerOutputs, schedule_time: float) -> list[SequenceGroup]:
-        """Execute the step and write its tokens back; returns the groups that got some."""
-        launched = time.perf_counter()
+    def _launch_next(self, changed: list[SequenceGroup]) -> bool:
+        """Schedule and launch one more step, if there is one to be had now. Who ends without being run has `changed`."""
+        started = time.perf_counter()
+        scheduler = self.scheduler
+        outputs = scheduler.schedule_ahead() if self._in_flight else scheduler.schedule()
+        if outputs is None:
+            return False
+        scheduled = time.perf_counter()
+        changed += outputs.ignored
+        self.peak_used_blocks = max(self.peak_used_blocks, scheduler.blocks.num_used_blocks)
+        if outputs.is_empty:
+            return False
         try:
-            sampled = self._launch(outputs)
+            if self._check:
+                check_step(scheduler, outputs)
+            launch = self._launch(outputs)
+        except BaseException:
+            self._give_up()
+            raise
+        self._in_flight.append(
+            _Flying(launch, outputs.scheduled_seq_groups, scheduled - started, scheduled)
+        )
+        return True
+
+    def _conclude(self) -> list[SequenceGroup]:
+        """Wait for the oldest step in flight and write its tokens back; returns the groups that got some."""
+        step = self._in_flight[0]
+        try:
+            sampled = step.launch.result()
             returned = time.perf_counter()
             changed = self.scheduler.update(sampled)
         except BaseException:
-            self.scheduler.rollback()  # every request of the step can still be run again or aborted
+            self._give_up()
             raise
+        del self._in_flight[0]
         write_back_time = time.perf_counter() - returned
-        for group in outputs.scheduled_seq_groups:
-            group.metrics.scheduler_time += schedule_time + write_back_time
-            group.metrics.model_time += returned - launched
+        for group in step.groups:
+            group.metrics.scheduler_time += step.schedule_time + write_back_time
+            group.metrics.model_time += returned - step.launched
         return changed
 
-    def _launch(self, outputs: SchedulerOutputs) -> SamplerOutput:
-        """Execute the step; what was overtaken before its launch is left out, and the rest issued again."""
+    def _give_up(self) -> None:
+        """A step failed: what came after it builds on it. Every request in flight can still be run again or aborted."""
+        steps, self._in_flight = self._in_flight, []
+        try:
+            for step in steps:
+                with contextlib.suppress(Exception):
+                    step.launch.result()  # until then it may still write to its blocks
+        finally:
+            self.scheduler.rollback()
+
+    def _launch(self, outputs: SchedulerOutputs) -> Launch:
+        """Launch a step; what was overtaken before that is left out, and the rest issued again."""
         while not outputs.is_empty:
             try:
-                return self._runner.execute(
+                return self._runner.launch(
                     outputs.seq_group_metadata_list,
                     blocks_to_swap_in=outputs.blocks_to_swap_in,
                     blocks_to_swap_out=outputs.blocks_to_swap_out,
                     blocks_to_copy=outputs.blocks_to_copy,
                     generation_of=self.scheduler.generation_of,
+                    after=self._in_flight[-1].launch if self._in_flight else None,
                 )
             except StaleMetadataError:
                 outputs = self.scheduler.reissue()
-        return SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        return _NothingToRun()
 
     def _decode(self, request: Request) -> Exception | None:
         """Bring a request's text up to its tokens. One whose text cannot be made is ended; nobody else is touched."""

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 def check_invariants(scheduler: Scheduler) -> None:
     """RuntimeError unless block accounting, tables and queues agree (I1, I2, I3, I5, and the baseline of I9)."""
-    blocks, step = scheduler.blocks, scheduler.in_flight
-    blocks.check_integrity([] if step is None else step.fenced)  # I1, I2, I5
-    if step is None:
-        scheduler.batch.check_integrity()
+    blocks = scheduler.blocks
+    blocks.check_integrity(scheduler.flight.fenced)  # I1, I2, I5
+    scheduler.batch.check_integrity()
     queues = (
         (scheduler.running, SequenceStatus.RUNNING),
         (scheduler.swapped, SequenceStatus.SWAPPED),
@@ -31,9 +30,9 @@ def check_invariants(scheduler: Scheduler) -> None:
     for queue, status in queues:
         for group in queue:
             _check_group(scheduler, group, status)
-    if scheduler.in_flight is not None:
-        _check_fence(scheduler, scheduler.in_flight)
-    elif not known and (blocks.num_used_blocks or blocks.host.num_used):
+    for step in scheduler.flight:
+        _check_fence(scheduler, step)
+    if not scheduler.flight and not known and (blocks.num_used_blocks or blocks.host.num_used):
         raise RuntimeError(
             f"idle, but {blocks.num_used_blocks} blocks and {blocks.host.num_used} on the host are still referenced"
         )
@@ -99,9 +98,10 @@ def check_step(scheduler: Scheduler, outputs: SchedulerOutputs) -> None:
         for seq_id, data, table in metadata.rows():
             start, chunk = data.num_computed_tokens, metadata.token_chunk_size
             num_tokens += chunk
-            if chunk < 1 or start + chunk > data.num_tokens:  # I7
-                raise RuntimeError(f"{name}: {chunk} tokens after {start} of {data.num_tokens}")
-            if metadata.do_sample != (start + chunk == data.num_tokens):  # I8
+            num_known = data.num_tokens + (len(scheduler.flight) > 1 and metadata.awaits_draw(data))
+            if chunk < 1 or start + chunk > num_known:  # I7
+                raise RuntimeError(f"{name}: {chunk} tokens after {start} of {num_known}")
+            if metadata.do_sample != (start + chunk == num_known):  # I8
                 raise RuntimeError(
                     f"{name}: do_sample is {metadata.do_sample} too early or too late"
                 )

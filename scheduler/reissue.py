@@ -31,7 +31,7 @@ def drop_stale(scheduler: Scheduler, step: Step) -> None:
             rows_left.append(row)
             continue
         num_stale += 1
-        remaining = _without_ended(scheduler, row, metadata)
+        remaining = _without_ended(scheduler, step, row, metadata)
         if remaining is not None:
             others.append(remaining)
             rows_left.append(row)
@@ -66,17 +66,17 @@ def _fresh_decodes(scheduler: Scheduler, step: Step) -> DecodeRows | None:
 
 
 def _without_ended(
-    scheduler: Scheduler, row: Row, metadata: SequenceGroupMetadata
+    scheduler: Scheduler, step: Step, row: Row, metadata: SequenceGroupMetadata
 ) -> SequenceGroupMetadata | None:
     """The snapshot of a group of which some sequences have ended and nothing else has changed, else None."""
     group = row.group
     left = [seq for seq in row.seqs if not seq.is_finished]
-    if row.is_void or not left or len(left) == len(row.seqs):
+    if row.group in step.voided or not left or len(left) == len(row.seqs):
         return None
-    for seq in row.seqs:
-        if seq.is_finished:
-            scheduler.blocks.free(seq)
+    ended = [seq for seq in row.seqs if seq.is_finished]
     row.seqs = left
+    for seq in ended:
+        scheduler.release(seq)
     ids = {seq.seq_id for seq in left}
     remaining = msgspec.structs.replace(
         metadata,

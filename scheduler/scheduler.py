@@ -30,8 +30,10 @@ from .block_manager import BlockManager
 from .config import SchedulerConfig
 from .decode_batch import DecodeBatch
 from .entrance import Entrance
+from .flight import Flight
 from .invariants import check_invariants
 from .reissue import drop_stale
+from .run_ahead import decodes_to_come
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .stats import SchedulerStats, Totals
 from .step import Row, SchedulerOutputs, Step, create_metadata
@@ -58,7 +60,7 @@ class Scheduler:
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
         self._groups: dict[str, SequenceGroup] = {}
-        self._in_flight: Step | None = None
+        self.flight = Flight()
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._steps = itertools.count()
@@ -117,14 +119,13 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is None or group.state is not SequenceStatus.RUNNING:
             return None
-        if self._in_flight is None:
+        if not self.flight:
             self.take_blocks(group, self._ahead)
             return group
         self._stop_running(group)
-        for row in self._in_flight.rows:
-            row.is_void = row.is_void or row.group is group
+        self.flight.make_void(group)
         for seq in group.owners:
-            self._in_flight.fenced += self.blocks.detach(seq)
+            self.flight.newest.fenced += self.blocks.detach(seq)
         self._give_up_blocks(group)
         return group
 
@@ -150,9 +151,13 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """A sequence needs its blocks no more: they are free at once, unless a step in flight names them."""
-        step = self._in_flight
-        if step is None or not step.names(seq):
+        if not self.flight.names(seq):
             self.blocks.free(seq)
+
+    def release_encoder(self, group: SequenceGroup) -> None:
+        """`release` of an encoder's sequence, if there is one."""
+        if group.encoder_seq is not None and not self.flight.has(group):
+            self.blocks.free(group.encoder_seq)
 
     def end_search(self, group: SequenceGroup) -> None:
         """A beam search is over: what still runs is given up."""
@@ -174,9 +179,7 @@ class Scheduler:
             if place < len(queue) and queue[place] is group:
                 del queue[place]
                 break
-        encoder, step = group.encoder_seq, self._in_flight
-        if encoder is not None and not (step is not None and step.has(group)):
-            self.blocks.free(encoder)
+        self.release_encoder(group)
         if group.sampling_params.use_beam_search:
             conclude_search(group)
         group.metrics.finished_time = time.perf_counter()
@@ -196,10 +199,6 @@ class Scheduler:
         """All unfinished requests."""
         return list(self._groups.values())
 
-    @property
-    def in_flight(self) -> Step | None:
-        return self._in_flight
-
     # -- one step
 
     def schedule(self) -> SchedulerOutputs:
@@ -207,12 +206,27 @@ class Scheduler:
 
         A step that is not empty is in flight until `update` or `rollback`; RuntimeError while one is.
         """
-        if self._in_flight is not None:
+        if self.flight:
             raise RuntimeError(
                 "schedule: a step is in flight, expected update() or rollback() first"
             )
+        return self._schedule()
+
+    def schedule_ahead(self) -> SchedulerOutputs | None:
+        """`schedule` while the last step runs: its decodes go on from tokens that are not known yet.
+
+        None, and nothing changes, if the tokens have to be seen first (see `run_ahead`), or two steps are in flight.
+        """
+        joining = decodes_to_come(self) if len(self.flight) == 1 else None
+        if joining is None:
+            return None
+        for group in joining:
+            self.batch.join(group)
+        return self._schedule()
+
+    def _schedule(self) -> SchedulerOutputs:
         step, self._ahead = self._ahead, self._new_step()
-        self.batch.refresh()
+        self.batch.refresh(self.flight.fence)
         others, batched = [], self.batch.row_of
         if len(batched) < len(self.running):
             others = [group for group in self.running if group not in batched]
@@ -308,7 +322,7 @@ class Scheduler:
             self._progress(row)
         outputs = self._outputs(step)
         if not outputs.is_empty:
-            self._in_flight = step
+            self.flight.steps.append(step)
         if logger.isEnabledFor(logging.DEBUG):
             for snapshot in step.snapshots:
                 logger.debug("step=%d %s", step.number, snapshot.describe())
@@ -343,29 +357,33 @@ class Scheduler:
                 seq.num_computed_tokens = leader.num_computed_tokens
 
     def reissue(self) -> SchedulerOutputs:
-        """The step in flight again, nothing of which was launched, without the rows whose snapshots went stale meanwhile.
+        """The newest step in flight again, nothing of which was launched, without the rows whose snapshots went stale meanwhile.
 
         RuntimeError if none did.
         """
-        step = self.require_in_flight()
+        step = self.flight.newest
         drop_stale(self, step)
         return self._outputs(step)
 
     def rollback(self) -> None:
-        """The step in flight will not run: its groups, and those it was to swap out, lose their blocks and wait to compute
-        their tokens again."""
-        step = self.require_in_flight()
-        self._in_flight = None
+        """What is in flight will not run, or failed: its groups, and those it was to swap out, lose their blocks and wait to
+        compute their tokens again."""
+        steps = self.flight.steps[::-1]
+        self.flight.oldest  # noqa: B018  there is one, or RuntimeError
+        self.flight.steps = []
         self.batch.clear()
+        for step in steps:
+            self._undo_step(step)
+
+    def _undo_step(self, step: Step) -> None:
         if step.decodes is not None:
             self.blocks.unpublish(block for _, block in step.decodes.published)
             for group, seq in zip(step.decodes.groups, step.decodes.seqs, strict=True):
                 self._undo(group, [seq])
         for row in reversed((*step.rows, *step.left_out)):
             self.blocks.unpublish(row.published)
-            if row.is_void:
-                continue
-            self._undo(row.group, row.seqs)
+            if row.group not in step.voided:
+                self._undo(row.group, row.seqs)
         self.blocks.release(step.fenced)
         for group in step.swaps_out:
             if group in self.swapped:
@@ -382,12 +400,12 @@ class Scheduler:
             self._give_up_blocks(group)
 
     def update(self, outputs: SamplerOutput) -> list[SequenceGroup]:
-        """Write the tokens of the step in flight back, row by row; returns the groups that got tokens.
+        """Write the tokens of the oldest step in flight back, row by row; returns the groups that got tokens.
 
         Sequences end here by an end-of-sequence or stop token, by length, or, with a token below 0, because their
         logits were not finite. Results of requests that ended meanwhile are dropped.
         """
-        step = self.require_in_flight()
+        step = self.flight.oldest
         expected = sum(row.num_samples for row in step.rows)
         expected += step.num_decodes
         got = len(outputs.token_ids), len(outputs.logprobs)
@@ -395,20 +413,16 @@ class Scheduler:
             raise ValueError(
                 f"outputs: expected {expected} tokens and log probabilities, one for each sample, got {got[0]} and {got[1]}"
             )
-        self._in_flight = None
+        del self.flight.steps[0]
         try:
             changed = write_back(self, step, outputs)
         except BaseException:
-            self._in_flight = step  # part of it may be written: `rollback` makes the rest run again
+            # part of it may be written: `rollback` makes the rest run again
+            self.flight.steps.insert(0, step)
             raise
         self.totals.num_steps += 1
         self.totals.num_batched_tokens += self.config.max_num_batched_tokens - step.token_budget
         return changed
-
-    def require_in_flight(self) -> Step:
-        if self._in_flight is None:
-            raise RuntimeError("expected a step in flight, there is none: schedule() comes first")
-        return self._in_flight
 
     # -- looking in
 

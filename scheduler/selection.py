@@ -35,16 +35,19 @@ class Selection:
             scheduler.waiting or scheduler.swapped or any(group.is_prefill for group in others)
         ):
             return False
-        opening = batch.opening()
+        ahead = len(scheduler.flight)
+        opening = batch.opening(ahead)
         needed = len(opening)
         for group in others:
             if not group.is_prefill:
                 needed += self.blocks.num_blocks_needed(group.active(), 1)
         if needed > self.blocks.num_free_blocks:
             return False
+        if ahead and not len(batch.going_on(ahead)):
+            return True  # the tokens in flight are everybody's last
         step = self.step
-        step.decodes = batch.place(opening)
-        step.token_budget -= len(batch)
+        step.decodes = batch.place(opening, ahead, scheduler.flight.fence)
+        step.token_budget -= len(step.decodes.groups)
         return True
 
     def turns(self, running: list[SequenceGroup]) -> Iterator[SequenceGroup]:
@@ -65,7 +68,7 @@ class Selection:
         """Give a running group its place in the step, or let it sit this step out."""
         seqs = group.active()
         for seq in seqs:
-            self.blocks.drop_out_of_window(seq)
+            self.blocks.drop_out_of_window(seq, self.scheduler.flight.fence)
         chunk = self.chunk(group, len(seqs))
         if chunk > 0:
             chunk = self._make_room(group, seqs, chunk)

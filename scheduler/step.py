@@ -51,9 +51,6 @@ class Row:
     num_samples: int = 0  # tokens that come back for it, known once its snapshot is made
     num_candidates: int = 1
     published: list[int] = field(default_factory=list)
-    is_void: bool = (
-        False  # the group was preempted meanwhile: what the step draws for it is drawn again later
-    )
 
 
 @dataclass
@@ -79,9 +76,10 @@ class Step:
         default_factory=list
     )  # rows whose snapshots went stale before the launch
     decodes_left: np.ndarray | None = None  # rows of the batch that still stand; None for all
-    fenced: list[int] = field(
-        default_factory=list
-    )  # blocks given up meanwhile, in use until the step is over
+    # blocks given up meanwhile, in use until the step is over
+    fenced: list[int] = field(default_factory=list)
+    # groups preempted meanwhile: what the step draws for them is drawn again later
+    voided: set[SequenceGroup] = field(default_factory=set)
 
     def has(self, group: SequenceGroup) -> bool:
         """Whether the group has its place in the step."""

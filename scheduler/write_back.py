@@ -11,7 +11,7 @@ from ..runtime.metadata import SamplerOutput
 from . import beam_search
 from .admission import most_output_tokens
 from .beam_search import Continuation, Hypothesis
-from .decode_batch import DecodeBatch, DecodePlace
+from .decode_batch import DecodeBatch
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .step import Row, Step
 
@@ -31,25 +31,37 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
             drawn = [
                 _spread(values, step.decodes_left, len(step.decodes.groups)) for values in drawn
             ]
-        changed += _write_decodes(scheduler, step.decodes, drawn[0], drawn[1])
+        changed += _write_decodes(scheduler, step, drawn[0], drawn[1])
     for row in (*step.rows, *step.left_out):
-        stop = start + row.num_samples
-        if row.num_samples and row.group.live and not row.is_void:
-            if row.group.metrics.first_token_time is None:
-                row.group.metrics.first_token_time = time.perf_counter()
-            write = _write_beams if row.group.sampling_params.use_beam_search else _write_samples
+        stop, group = start + row.num_samples, row.group
+        counts = group.live and group not in step.voided
+        if row.num_samples and counts:
+            if group.metrics.first_token_time is None:
+                group.metrics.first_token_time = time.perf_counter()
+            write = _write_beams if group.sampling_params.use_beam_search else _write_samples
             write(scheduler, row, outputs.token_ids[start:stop], outputs.logprobs[start:stop])
-            changed.append(row.group)
+            changed.append(group)
         start = stop
         for seq in row.seqs:
             if seq.is_finished:
-                scheduler.blocks.free(seq)  # waited for this step
-        if row.group.is_finished and row.group.encoder_seq is not None:
-            scheduler.blocks.free(row.group.encoder_seq)
-        if not row.is_void and row.group.live and DecodeBatch.takes(row.group):
-            scheduler.batch.join(row.group)
+                scheduler.release(seq)  # waited for this step
+        if group.is_finished:
+            scheduler.release_encoder(group)
+        elif counts and group in scheduler.batch.row_of:
+            scheduler.batch.reread(group)  # it joined while this was drawn
+        elif counts and _decodes_next(scheduler, group):
+            scheduler.batch.join(group)
     scheduler.blocks.release(step.fenced)
+    for later in scheduler.flight:
+        if later.decodes is not None:  # its tokens, and what they fill, are known only now
+            scheduler.batch.publish_filled(later.decodes)
     return changed
+
+
+def _decodes_next(scheduler: Scheduler, group: SequenceGroup) -> bool:
+    """Just its newest token is left to feed, and no later step feeds anything of it."""
+    is_due = not group.is_prefill and group.live[0].num_uncomputed_tokens == 1
+    return is_due and DecodeBatch.takes(group) and not scheduler.flight.has(group)
 
 
 def _spread(values: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
@@ -59,21 +71,31 @@ def _spread(values: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def _write_decodes(
-    scheduler: Scheduler, place: DecodePlace, token_ids: np.ndarray, logprobs: np.ndarray
+    scheduler: Scheduler, step: Step, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> list[SequenceGroup]:
     """Columns at once; those out of the ordinary one by one."""
-    batch, absent = scheduler.batch, set()
-    for row in batch.append(token_ids, logprobs):
-        group, seq = place.groups[row], place.seqs[row]
+    batch, place, missing, dropped = scheduler.batch, step.decodes, None, set()
+    assert place is not None
+    if place.groups is not batch.groups:  # a later step is in flight, for which some came or went
+        rows = [-1 if g in step.voided else place.row_of.get(g, -1) for g in batch.groups]
+        index = np.array(rows, np.int64)
+        missing = index < 0
+        token_ids, logprobs = token_ids[index], logprobs[index]
+        dropped = {group for group in place.groups if group not in batch.row_of}
+    for row in batch.append(token_ids, logprobs, missing):
+        group, seq = batch.groups[row], batch.seqs[row]
         if batch.is_leaving(group):  # it has ended, or lost its blocks, while the step ran
-            absent.add(group)
-            if seq.is_finished:
-                scheduler.blocks.free(seq)
-            continue
-        _write_sample(scheduler, group, seq, int(token_ids[row]), float(logprobs[row]))
-        if not seq.is_finished:
-            batch.reread(row)
-    return [group for group in place.groups if group not in absent] if absent else place.groups
+            dropped.add(group)
+        elif missing is None or not missing[row]:
+            _write_sample(scheduler, group, seq, int(token_ids[row]), float(logprobs[row]))
+            if not seq.is_finished:
+                batch.reread(group)
+    if not dropped and not step.voided:
+        return place.groups
+    for group, seq in zip(place.groups, place.seqs, strict=True):
+        if group in dropped and seq.is_finished:
+            scheduler.release(seq)
+    return [g for g in place.groups if g not in dropped and g not in step.voided]
 
 
 def _write_samples(

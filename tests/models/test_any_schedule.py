@@ -97,15 +97,15 @@ class Disturbed:
             self.engine.scheduler.preempt(name)
         return True
 
-    def execute(self, seq_group_metadata_list, **kwargs):
+    def launch(self, seq_group_metadata_list, **kwargs):
         before = self.disturb()
         try:
-            outputs = self.runner.execute(seq_group_metadata_list, **kwargs)
+            launch = self.runner.launch(seq_group_metadata_list, **kwargs)
         except StaleMetadataError:
             assert before, "only a request that was disturbed can be stale"
             raise
         self.disturb()
-        return outputs
+        return launch
 
 
 def play(seed: int) -> Counter[str]:
@@ -122,6 +122,7 @@ def play(seed: int) -> Counter[str]:
         watermark=rng.choice([0.0, 0.1]),
         policy=rng.choice(["fcfs", "priority"]),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        async_scheduling=seed % 2 == 1,
     )
     possible = [number for number in range(NUM_ASKS) if blocks_alone(number) <= num_blocks]
     pending = rng.sample(possible, min(len(possible), rng.randint(2, 8)))

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from octavo.models import load_model, resolve_model
 from octavo.models.layers import kv_layers
 from octavo.runtime.kv_pool import KVPool
-from octavo.runtime.runner import ModelRunner
+from octavo.runtime.runner import ModelRunner, in_background
 from octavo.scheduler import Engine, Scheduler, SchedulerConfig
 
 VOCAB = 61
@@ -50,7 +50,9 @@ class TinyModel:
             self.reference.save_pretrained(directory)
             self.model, _ = load_model(resolve_model(directory), torch.float32, torch.device("cpu"))
 
-    def engine(self, num_gpu_blocks: int = 200, block_size: int = 4, **config) -> Engine:
+    def engine(
+        self, num_gpu_blocks: int = 200, block_size: int = 4, async_scheduling=False, **config
+    ) -> Engine:
         layers = kv_layers(self.model, self.config, torch.float32)
         scheduler_config = SchedulerConfig(
             num_gpu_blocks=num_gpu_blocks,
@@ -62,9 +64,14 @@ class TinyModel:
         pool = KVPool(num_gpu_blocks + 1, layers, block_size)
         num_host = scheduler_config.num_cpu_blocks
         host = KVPool(num_host + 1, layers, block_size) if num_host else None
-        runner = ModelRunner(self.model, pool, host, check=True)
-        eos = frozenset([EOS])
-        return Engine(Scheduler(scheduler_config), runner, eos_token_ids=eos, check=True)
+        executor = in_background() if async_scheduling else None
+        return Engine(
+            Scheduler(scheduler_config),
+            ModelRunner(self.model, pool, host, check=True, executor=executor),
+            eos_token_ids=frozenset([EOS]),
+            check=True,
+            async_scheduling=async_scheduling,
+        )
 
 
 def run(engine: Engine, max_steps: int = 4000) -> list:

@@ -11,13 +11,17 @@ from octavo.tests.scheduler.shadow import VOCAB, ShadowRunner
 class Harness:
     """Every step checks that each row reads its own tokens and that the block accounting agrees."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **config) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, async_scheduling=False, **config
+    ) -> None:
         config = {"max_model_len": 1024, "vocab_size": VOCAB, "watermark": 0.0, **config}
         self.scheduler = Scheduler(
             SchedulerConfig(num_gpu_blocks=num_blocks, block_size=block_size, **config)
         )
         self.runner = ShadowRunner(block_size, self.scheduler.config.sliding_window)
-        self.engine = Engine(self.scheduler, self.runner, check=True)
+        self.engine = Engine(
+            self.scheduler, self.runner, check=True, async_scheduling=async_scheduling
+        )
         self.finished: dict[str, Request] = {}
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from octavo.runtime.metadata import SamplerOutput, SequenceGroupMetadata
@@ -49,7 +50,28 @@ def candidates(digest: bytes, count: int, end_token: int | None = None) -> list[
     return found
 
 
+class Launched:
+    """A step that ran when it was launched. The host sees what it drew, or its failure, only when it asks."""
+
+    def __init__(
+        self,
+        outputs: SamplerOutput | None,
+        failure: Exception | None = None,
+        drawn: dict[int, int] | None = None,
+    ) -> None:
+        self._outputs, self.failure = outputs, failure
+        self.drawn = drawn or {}  # seq_id -> token
+
+    def result(self) -> SamplerOutput:
+        if self.failure is not None:
+            raise self.failure
+        assert self._outputs is not None
+        return self._outputs
+
+
 class ShadowRunner:
+    """Knows of a sequence what a device knows: the token that the step in flight draws for it."""
+
     def __init__(self, block_size: int, window: int | None = None) -> None:
         self.block_size = block_size
         self.window = window
@@ -59,8 +81,30 @@ class ShadowRunner:
             str, tuple[MultiModalSpan, ...]
         ] = {}  # of each request, for the tests to set
         self.num_steps = 0
+        self.num_ahead = 0  # tokens fed before the host knew them
         self.num_tokens = 0
         self.num_moves = {"in": 0, "out": 0, "copy": 0}
+
+    def launch(self, seq_group_metadata_list, *, after=None, **kwargs) -> Launched:
+        if after is not None and getattr(after, "failure", None) is not None:
+            return Launched(None, after.failure)
+        drawn = getattr(after, "drawn", {})
+        known = [self._known(metadata, drawn) for metadata in seq_group_metadata_list]
+        outputs = self.execute(known, **kwargs)
+        return Launched(outputs, drawn=_tokens_by_sequence(known, outputs))
+
+    def _known(
+        self, metadata: SequenceGroupMetadata, drawn: dict[int, int]
+    ) -> SequenceGroupMetadata:
+        """With the token that the step before drew, where that is fed."""
+        seq_data = {}
+        for seq_id, data, _ in metadata.rows():
+            if metadata.awaits_draw(data):
+                self.num_ahead += 1
+                token = np.append(data.output_token_ids, np.int32(drawn[seq_id]))
+                data = msgspec.structs.replace(data, output_token_ids=token)
+            seq_data[seq_id] = data
+        return msgspec.structs.replace(metadata, seq_data=seq_data)
 
     def execute(
         self,
@@ -200,6 +244,20 @@ class ShadowRunner:
                 f"position {position} of {metadata.request_id}[{data.index}] holds another prefix's KV"
             )
         return digests[-1]
+
+
+def _tokens_by_sequence(
+    seq_group_metadata_list: list[SequenceGroupMetadata], outputs: SamplerOutput
+) -> dict[int, int]:
+    """seq_id -> token, of those that draw one."""
+    tokens, start = {}, 0
+    for metadata in seq_group_metadata_list:
+        stop = start + metadata.num_samples
+        if metadata.num_samples == len(metadata.seq_data):
+            drawn = outputs.token_ids[start:stop].tolist()
+            tokens |= dict(zip(sorted(metadata.seq_data), drawn, strict=False))
+        start = stop
+    return tokens
 
 
 def solo(

@@ -17,11 +17,12 @@ from octavo.runtime.metadata import StaleMetadataError
 from octavo.runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 from octavo.scheduler import Engine, Scheduler, SchedulerConfig
 from octavo.scheduler.engine import Request
-from octavo.tests.scheduler.shadow import VOCAB, ShadowRunner, solo, solo_beams
+from octavo.tests.scheduler.shadow import VOCAB, Launched, ShadowRunner, solo, solo_beams
 
 EOS = 7
 MAX_LEN = 80
 MAX_STEPS = 6000
+EVENTS = ["preempt", "abort", "fail before", "fail in flight", "fail after", "late"]
 
 
 @dataclass
@@ -157,10 +158,10 @@ class Disturber:
         self.engine: Engine
         self.counts: Counter[str] = Counter()
 
-    def execute(self, seq_group_metadata_list, **kwargs):
+    def launch(self, seq_group_metadata_list, **kwargs):
         event = "none"
         if self.rng.random() < self.rate:
-            event = self.rng.choice(["preempt", "abort", "fail before", "fail after", "late"])
+            event = self.rng.choice(EVENTS)
         self.counts[event] += 1
         running = [group.request_id for group in self.scheduler.running]
         if event == "fail before":
@@ -176,16 +177,18 @@ class Disturber:
                 current = kwargs["generation_of"](metadata.request_id)
                 if current != metadata.generation_id:
                     raise StaleMetadataError(metadata.request_id, metadata.generation_id, current)
-        result = self.runner.execute(seq_group_metadata_list, **kwargs)
+        if event == "fail in flight":
+            return Launched(None, OSError("the step failed on the device"))
+        launched = self.runner.launch(seq_group_metadata_list, **kwargs)
         if event == "fail after":
-            raise OSError("the step failed after it was run")
+            return Launched(None, OSError("the step failed after it was run"))
         if event == "late" and running:  # between launch and write-back
             if self.rng.random() < 0.5:
                 self.scheduler.preempt(self.rng.choice(running))
             else:
                 self.abort(self.rng.choice(running))
             self.scheduler.check_invariants()
-        return result
+        return launched
 
     def abort(self, name: str) -> None:
         if self.engine.abort(name):
@@ -228,10 +231,19 @@ def play(seed: int) -> Counter[str]:
     asks = random_asks(rng, config)
     largest = max(ask.blocks_alone(config.block_size) for ask in asks)
     config = dataclasses.replace(config, num_gpu_blocks=largest + rng.randint(0, 6))
+    ahead = rng.random() < 0.5
+    if ahead and rng.random() < 0.5:  # where blocks are short no step runs ahead
+        config = dataclasses.replace(config, num_gpu_blocks=config.num_gpu_blocks + 60)
     scheduler = Scheduler(config)
     runner = ShadowRunner(config.block_size, config.sliding_window)
     disturber = Disturber(runner, scheduler, rng)
-    engine = Engine(scheduler, disturber, check=True, eos_token_ids=frozenset([EOS]))
+    engine = Engine(
+        scheduler,
+        disturber,
+        check=True,
+        eos_token_ids=frozenset([EOS]),
+        async_scheduling=ahead,
+    )
     disturber.engine = engine
     finished = drain(engine, asks.copy(), disturber)
     assert set(finished) == {ask.name for ask in asks}
@@ -249,6 +261,7 @@ def play(seed: int) -> Counter[str]:
     happened["recompute"] = stats.num_recomputed
     happened["hits"] = stats.num_cached_tokens
     happened["copies"] = runner.num_moves["copy"]
+    happened["ahead"] = runner.num_ahead
     if config.admission == "reserve" and not disturber.rate:
         assert stats.num_recomputed == stats.num_swapped_out == 0, "reserve never preempts"
         happened["reserve"] = 1
@@ -262,6 +275,7 @@ def test_tokens_equal_solo_run(part, pytestconfig):
     happened: Counter[str] = Counter()
     for seed in range(part * number, (part + 1) * number):
         happened += play(seed)
-    for event in ("preempt", "abort", "fail before", "fail after", "late", "swap", "recompute"):
+    for event in (*EVENTS, "swap", "recompute"):
         assert happened[event] > 10, f"{event}: too rare to tell anything, {happened}"
+    assert happened["ahead"] > 600, happened
     assert happened["hits"] > 100 and happened["copies"] > 100 and happened["reserve"] > 5

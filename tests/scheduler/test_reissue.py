@@ -19,10 +19,10 @@ class Overtaken:
     """Runs `event` between the snapshot and the launch of one step, and tells what was launched in the end."""
 
     def __init__(self, h: Harness, at_step: int, event) -> None:
-        self.execute, self.at_step, self.event = h.runner.execute, at_step, event
+        self.launch, self.at_step, self.event = h.runner.launch, at_step, event
         self.launched: list[list[str]] = []
         self.num_stale = 0
-        h.runner.execute = self.run
+        h.runner.launch = self.run
 
     def run(self, metadata_list, **kwargs):
         if len(self.launched) == self.at_step and self.event is not None:
@@ -34,7 +34,7 @@ class Overtaken:
                 self.num_stale += 1
                 raise StaleMetadataError(metadata.request_id, metadata.generation_id, current)
         self.launched.append([metadata.request_id for metadata in metadata_list])
-        return self.execute(metadata_list, **kwargs)
+        return self.launch(metadata_list, **kwargs)
 
 
 def three(**kwargs) -> Harness:

@@ -242,9 +242,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.in_step: list = []
 
-    def execute(self, metadata_list, **kwargs):
+    def launch(self, metadata_list, **kwargs):
         """The runner, with what was asked to happen while it runs."""
-        outputs = self.runner.execute(metadata_list, **kwargs)
+        outputs = self.runner.launch(metadata_list, **kwargs)
         for event in self.in_step:
             event()
         self.scheduler.check_invariants()
