@@ -197,10 +197,11 @@ class DecodeBatch:
         fence   takes blocks that have left the window
         """
         num_tokens, size = self._column["num_tokens"] + ahead, self._config.block_size
-        kept = self.going_on(ahead) if ahead else np.arange(len(self))
-        everybody = len(kept) == len(self)
-        if not everybody:
-            opening = sorted(set(opening).intersection(kept.tolist()))
+        chosen = self.going_on(ahead).tolist() if ahead else None
+        if chosen is not None and len(chosen) == len(self):
+            chosen = None
+        if chosen is not None:
+            opening = sorted(set(opening).intersection(chosen))
         window = self._config.sliding_window
         if window is not None:
             passed = num_tokens - window  # tokens before all that the newest can see
@@ -212,10 +213,9 @@ class DecodeBatch:
             )
         self._refresh_tables({row: self._blocks.grow_by_one(self.seqs[row]) for row in opening})
         rows = self._freeze(num_tokens, bool(ahead))
-        if everybody:
+        if chosen is None:
             place = DecodePlace(rows, self.groups, self.seqs, self.row_of)
         else:
-            chosen = kept.tolist()
             groups, seqs = [self.groups[i] for i in chosen], [self.seqs[i] for i in chosen]
             numbers = {group: row for row, group in enumerate(groups)}
             place = DecodePlace(rows.take(chosen), groups, seqs, numbers)
