@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from ..runtime.metadata import NULL_BLOCK
 from .admission import num_cross_blocks, peak_blocks
 from .block_manager import cdiv
 from .selection import Selection
@@ -72,9 +71,7 @@ class Entrance(Selection):
 
     def _resume(self, group: SequenceGroup) -> bool:
         """Bring a swapped group back with all its blocks. No step swaps both ways."""
-        seqs = group.active()
-        chunk = self.chunk(group, len(seqs))
-        if self.step.swaps_out or chunk < 1:
+        if self.step.swaps_out or self.chunk(group, len(group.active())) < 1:
             return False
         if group.num_seats > self.step.seats:
             return False
@@ -88,13 +85,20 @@ class Entrance(Selection):
         self.scheduler.swapped.remove(group)
         self.step.swaps_in += self.blocks.swap_in(group.owners)
         group.generation_id += 1
-        self._enter(group, seqs, self.halved_to_fit(seqs, chunk))
+        seqs = self.next_of(group)
+        chunk = self.chunk(group, len(seqs))
+        if chunk and self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
+            chunk = self.fitting_chunk(group, seqs, chunk) if len(seqs) == 1 else 0
+        self._enter(group, seqs, chunk)
         return True
 
     def _enter(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> None:
         self.step.seats -= group.num_seats
         self.scheduler.start(group)
-        self.place(group, seqs, chunk)
+        if chunk > 0:
+            self.place(group, seqs, chunk)
+        else:  # it is back, and feeds nothing yet; that it just came keeps others from taking its blocks
+            self.step.placed.add(group)
 
     # -- what it takes
 
@@ -115,7 +119,10 @@ class Entrance(Selection):
         reserve = 0 if alone else self.scheduler.watermark_blocks
         if first is None:
             own = self.blocks.num_blocks_to_swap_in(group.owners)
-            return reserve + own + self.blocks.num_blocks_needed(group.active(), 1)
+            seqs = group.active()
+            if not self.blocks.has_host_table(seqs[0].seq_id):
+                return reserve + own + 1  # it has just begun to compute its tokens again
+            return reserve + own + self.blocks.num_blocks_needed(seqs, 1)
         cached, chunk = first
         size = self.config.block_size
         needed = cdiv(len(cached) * size + chunk, size)
@@ -130,28 +137,15 @@ class Entrance(Selection):
 
         Found anew at each attempt: what was known at the last one may have been evicted.
         """
-        leader = group.live[0]
-        cached = self.blocks.match(leader, group.namespace, group.num_tokens_to_feed())
-        num_cached = len(cached) * self.config.block_size
-        while num_cached and self.without_part_spans(group, num_cached) < num_cached:
-            cached.pop()  # the model needs the whole of a span at once, of which a part is known
-            num_cached -= self.config.block_size
-        if self._lacks_part_of_window(cached):
-            cached, num_cached = [], 0
-        return cached, self.chunk(group, 1, num_cached)
-
-    def _lacks_part_of_window(self, cached: list[int]) -> bool:
-        """Whether a match that was shortened has lost what the window at its end sees."""
-        window, size = self.config.sliding_window, self.config.block_size
-        if window is None:
-            return False
-        return NULL_BLOCK in cached[max(0, len(cached) * size - window + 1) // size :]
+        known = self.blocks.match(group.live[0], group.namespace, group.num_tokens_to_feed())
+        cached = self.usable_prefix(group, known)
+        return cached, self.chunk(group, 1, len(cached) * self.config.block_size)
 
     def _resume_blocks(self, group: SequenceGroup) -> int:
         """Blocks the group holds once all its tokens are computed and one more is fed to each sequence."""
         live, size = group.live, self.config.block_size
-        shared = group.num_common_tokens() // size if len(live) > 1 else 0
-        blocks = shared + sum(cdiv(seq.num_tokens + 1, size) - shared for seq in live)
+        shared = (group.closest_before(seq)[1] // size for seq in live)
+        blocks = sum(cdiv(seq.num_tokens + 1, size) for seq in live) - sum(shared)
         window = self.config.sliding_window
         if window is not None:
             blocks = min(blocks, len(live) * (cdiv(window - 1, size) + 1))

@@ -95,7 +95,7 @@ def check_step(scheduler: Scheduler, outputs: SchedulerOutputs) -> None:
         if metadata.encoder_seq_data is not None:
             encoder = metadata.encoder_seq_data
             num_tokens += encoder.num_tokens - encoder.num_computed_tokens
-        for seq_id, data, table in metadata.rows():
+        for _, data, table in metadata.rows():
             start, chunk = data.num_computed_tokens, metadata.token_chunk_size
             num_tokens += chunk
             num_known = data.num_tokens + (len(scheduler.flight) > 1 and metadata.awaits_draw(data))
@@ -109,18 +109,7 @@ def check_step(scheduler: Scheduler, outputs: SchedulerOutputs) -> None:
                 if block in writer or block == NULL_BLOCK:  # I6
                     raise RuntimeError(f"{name} and {writer.get(block)} write block {block}")
                 writer[block] = name
-                # I4; the first block of a prompt that is yet to be shared is written by its leader alone
-                if scheduler.blocks.ref_count[block] > 1 and not _is_shared_after(
-                    scheduler, seq_id
-                ):
+                if scheduler.blocks.ref_count[block] > 1:  # I4
                     raise RuntimeError(f"{name} writes block {block}, which others name")
     if num_tokens != outputs.num_batched_tokens:  # I7
         raise RuntimeError(f"{num_tokens} tokens are fed, {outputs.num_batched_tokens} are counted")
-
-
-def _is_shared_after(scheduler: Scheduler, seq_id: int) -> bool:
-    """Whether the sequence's siblings share what it writes in this step from the step's end on."""
-    for group in scheduler.running:
-        if group.live and group.live[0].seq_id == seq_id and len(group.live) > 1:
-            return True
-    return False

@@ -35,12 +35,17 @@ def decodes_to_come(scheduler: Scheduler) -> list[SequenceGroup] | None:
         return None
     known = {*batch.row_of, *drawing}
     others = [group for group in scheduler.running if group not in known]
-    if not all(group.is_prefill and group.num_tokens_to_feed() > 0 for group in others):
+    if not all(group.is_prefill and _has_begun(scheduler, group) for group in others):
         return None
     is_first = config.policy == "fcfs" and config.order == "decode-first"
     if not is_first and (scheduler.waiting or others):
         return None  # decodes have to wait for their turn
     return drawing if _has_room(scheduler, drawing, others) else None
+
+
+def _has_begun(scheduler: Scheduler, group: SequenceGroup) -> bool:
+    """What is fed next of the group has its blocks so far; after a preemption the next sequence may have none."""
+    return all(scheduler.blocks.has_table(seq.seq_id) for seq in group.active())
 
 
 def _has_room(

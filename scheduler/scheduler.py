@@ -350,11 +350,6 @@ class Scheduler:
                 row.published += self.blocks.publish(seq, group.namespace, context_len)
         if group.encoder_seq is not None:
             group.encoder_seq.num_computed_tokens = group.encoder_seq.num_tokens
-        if group.siblings_wait and group.num_tokens_to_feed() == 0:
-            leader, *siblings = group.live
-            for seq in siblings:
-                self.blocks.fork(leader, seq)
-                seq.num_computed_tokens = leader.num_computed_tokens
 
     def reissue(self) -> SchedulerOutputs:
         """The newest step in flight again, nothing of which was launched, without the rows whose snapshots went stale meanwhile.

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..runtime.metadata import NULL_BLOCK
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .step import Row, Step
 
@@ -66,7 +67,7 @@ class Selection:
 
     def advance(self, group: SequenceGroup) -> None:
         """Give a running group its place in the step, or let it sit this step out."""
-        seqs = group.active()
+        seqs = self.next_of(group)
         for seq in seqs:
             self.blocks.drop_out_of_window(seq, self.scheduler.flight.fence)
         chunk = self.chunk(group, len(seqs))
@@ -89,6 +90,32 @@ class Selection:
         self.step.rows.append(Row(group, seqs, chunk, group.is_prefill))
         self.step.placed.add(group)
 
+    def next_of(self, group: SequenceGroup) -> list[Sequence]:
+        """The group's active sequences. One that begins to compute its tokens again after a preemption gets the blocks that
+        those before it have made, or that the prefix cache knows, up to where it parts from them."""
+        while True:
+            seqs = group.active()
+            if self.blocks.has_table(seqs[0].seq_id):
+                return seqs
+            [seq] = seqs
+            parent, common = group.closest_before(seq)
+            shared = self.blocks.table(parent.seq_id)[: common // self.config.block_size].tolist()
+            cached = self.blocks.match(seq, group.namespace, seq.num_tokens)
+            choices = (self.usable_prefix(group, known) for known in (shared, cached))
+            self.blocks.allocate(seq, max(choices, key=len))
+
+    def usable_prefix(self, group: SequenceGroup, known: list[int]) -> list[int]:
+        """The part of these blocks, which hold the beginning of the group's next sequence, that it can go on from."""
+        size, window = self.config.block_size, self.config.sliding_window
+        known = known.copy()
+        while known and self.without_part_spans(group, len(known) * size) < len(known) * size:
+            known.pop()  # the model needs the whole of a span at once, of which a part is known
+        if window is None:
+            return known
+        # what was shortened, or computed further, may have lost what the window at its end sees
+        seen = known[max(0, len(known) * size - window + 1) // size :]
+        return [] if NULL_BLOCK in seen else known
+
     # -- how many tokens
 
     def chunk(self, group: SequenceGroup, num_seqs: int, num_cached: int = 0) -> int:
@@ -102,9 +129,9 @@ class Selection:
 
     def without_part_spans(self, group: SequenceGroup, chunk: int, num_cached: int = 0) -> int:
         """The longest chunk up to `chunk` that does not end inside a span that must stay whole."""
-        leader = group.live[0]
-        start = leader.num_computed_tokens + num_cached
-        for span in leader.spans:
+        seq = group.active()[0]
+        start = seq.num_computed_tokens + num_cached
+        for span in seq.spans:
             if span.is_whole and span.offset < start + chunk < span.stop:
                 return max(0, span.offset - start)
         return max(0, chunk)
@@ -119,7 +146,7 @@ class Selection:
             victim = self.last_without_place(self.scheduler.turn(group))
             if victim is not None:
                 self.scheduler.take_blocks(victim, self.step)
-            elif group.is_prefill and (fitting := self._fitting_chunk(group, seqs, chunk)) > 0:
+            elif group.is_prefill and (fitting := self.fitting_chunk(group, seqs, chunk)) > 0:
                 return fitting
             else:
                 if len(self.scheduler.running) == 1:  # the whole pool does not hold it
@@ -127,23 +154,14 @@ class Selection:
                 return 0
         return chunk
 
-    def _fitting_chunk(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> int:
-        """Tokens, up to `chunk`, that each sequence can be fed with the blocks that are free."""
-        if len(seqs) > 1:
-            # what they had generated before a preemption: a window may let it in bit by bit
-            return self.halved_to_fit(seqs, chunk)
-        leader, size = group.live[0], self.config.block_size
-        room = -leader.num_computed_tokens % size + self.blocks.num_free_blocks * size
-        if self.blocks.num_blocks_needed([leader], room) > self.blocks.num_free_blocks:
+    def fitting_chunk(self, group: SequenceGroup, seqs: list[Sequence], chunk: int) -> int:
+        """Tokens, up to `chunk`, that the sequence of a prefill can be fed with the blocks that are free."""
+        [seq], size = seqs, self.config.block_size
+        room = -seq.num_computed_tokens % size + self.blocks.num_free_blocks * size
+        if self.blocks.num_blocks_needed([seq], room) > self.blocks.num_free_blocks:
             room -= size  # one goes for a copy of its last block
         room = min(chunk, room)
         return self.without_part_spans(group, room) if self.config.enable_chunked_prefill else 0
-
-    def halved_to_fit(self, seqs: list[Sequence], chunk: int) -> int:
-        """`chunk`, halved until the free blocks suffice for so many tokens of each sequence."""
-        while chunk and self.blocks.num_blocks_needed(seqs, chunk) > self.blocks.num_free_blocks:
-            chunk //= 2
-        return chunk
 
     def last_without_place(
         self, after: tuple[int, int], less_urgent: bool = False

@@ -232,8 +232,8 @@ class SequenceGroup:
     """One request: sequences that share a prompt and sampling parameters. The unit of every scheduling decision.
 
     A request with several completions starts as one sequence, the leader, which computes the prompt; at its first token
-    the others are forked from it, so the prompt's KV is stored once. After a preemption the leader recomputes alone what
-    all have in common, and its siblings are attached to the result again.
+    the others are forked from it, so the prompt's KV is stored once. After a preemption they compute their tokens again one
+    after the other, each from where it parts from those before it, so that what was shared is shared again.
 
     seqs         the completions so far, those that ended included
     live         the ones that have not ended, by ascending seq_id; all have the same number of tokens
@@ -329,30 +329,30 @@ class SequenceGroup:
             return params.width
         return len(self.live)
 
-    @property
-    def siblings_wait(self) -> bool:
-        """After a preemption the leader first computes what all have in common, then the others share it."""
-        return len(self.live) > 1 and self.live[1].num_computed_tokens == 0
-
-    def num_common_tokens(self) -> int:
-        """Tokens with which all live sequences begin, but never their newest one: that is for each to feed."""
-        leader, *siblings = self.live
-        common = leader.num_tokens - 1
-        for seq in siblings:
-            parts = np.flatnonzero(leader.token_ids[:common] != seq.token_ids[:common])
-            common = int(parts[0]) if len(parts) else common
-        return common
+    def closest_before(self, seq: Sequence) -> tuple[Sequence, int]:
+        """Of the live sequences before `seq` the one that begins most like it, and the number of tokens both begin with;
+        never the newest one, that is for each to feed. `seq` itself and 0 if it is the first."""
+        best, longest = seq, 0
+        for other in self.live[: self.live.index(seq)]:
+            most = min(seq.num_tokens, other.num_tokens) - 1
+            parts = np.flatnonzero(seq.token_ids[:most] != other.token_ids[:most])
+            common = int(parts[0]) if len(parts) else most
+            if common > longest:
+                best, longest = other, common
+        return best, longest
 
     def active(self) -> list[Sequence]:
-        """The sequences that take part in the next step: the leader while the others wait for it, else all."""
-        return self.live[:1] if self.siblings_wait else self.live.copy()
+        """The sequences that take part in the next step: the first that has more than its newest token to compute, else
+        all."""
+        for seq in self.live:
+            if seq.num_uncomputed_tokens > 1:
+                return [seq]
+        return self.live.copy()
 
     def num_tokens_to_feed(self) -> int:
-        """Tokens each active sequence has to be fed before it can draw a token or its siblings can join."""
-        leader = self.live[0]
-        if self.siblings_wait:
-            return self.num_common_tokens() - leader.num_computed_tokens
-        return leader.num_uncomputed_tokens
+        """Tokens each active sequence has to be fed before it can draw a token, or wait for its siblings to do so."""
+        num_uncomputed = self.active()[0].num_uncomputed_tokens
+        return num_uncomputed - 1 if len(self.live) > 1 < num_uncomputed else num_uncomputed
 
     @property
     def num_encoder_tokens_to_feed(self) -> int:
@@ -361,5 +361,5 @@ class SequenceGroup:
     @property
     def is_prefill(self) -> bool:
         """False when each live sequence has just its newest token to compute."""
-        leader = self.live[0]
-        return leader.num_uncomputed_tokens > 1 or leader.num_output_tokens == 0
+        first = self.active()[0]
+        return first.num_uncomputed_tokens > 1 or first.num_output_tokens == 0

@@ -62,7 +62,7 @@ class Step:
     seats: int = 0  # that are not taken by running groups
     decodes: DecodePlace | None = None  # the batch of plain decodes, whose rows come first
     rows: list[Row] = field(default_factory=list)
-    placed: set[SequenceGroup] = field(default_factory=set)  # those of `rows`
+    placed: set[SequenceGroup] = field(default_factory=set)  # those of `rows`, and who came back
     copies: list[tuple[int, int]] = field(default_factory=list)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)
     swaps_out: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)

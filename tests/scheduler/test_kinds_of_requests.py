@@ -257,18 +257,57 @@ def test_beams_share_the_prompt_and_copy_only_what_they_write():
     assert got == [tokens for tokens, _ in solo_beams(prompt(10), beams(), 8)]
 
 
-def test_a_recomputed_search_shares_all_that_its_beams_have_in_common():
-    """Not the prompt alone, else it might not fit where it did before."""
-    h = Harness(num_blocks=40, block_size=1, enable_prefix_caching=False)
-    group = h.add("r", prompt(4), params=beams(n=2, max_tokens=30)).group
-    h.step_until(lambda: group.num_common_tokens() >= 9)
-    common, length = group.num_common_tokens(), group.live[0].num_tokens
-    h.scheduler.preempt("r")
-    h.step_until(lambda: all(seq.num_uncomputed_tokens == 1 for seq in group.live), 4)
-    assert common > 4 and h.num_used_blocks == common + 2 * (length - 1 - common)
+def distinct_prefixes(group) -> int:
+    """Of all tokens of the group whose KV is there: blocks it needs, with one token in each."""
+    return len(
+        {
+            seq.token_ids[: stop + 1].tobytes()
+            for seq in group.live
+            for stop in range(seq.num_computed_tokens)
+        }
+    )
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_recomputed_search_shares_all_that_its_beams_have_in_common(caching):
+    """Not the prompt alone, and not what all have in common alone: else it might not fit where it did before."""
+    params = beams(n=4, max_tokens=24)
+    h = Harness(num_blocks=60, block_size=1, enable_prefix_caching=caching)
+    group = h.add("r", prompt(4), params=params).group
+    num_subsets = 0
+    while h.engine.has_unfinished():
+        h.step()
+        if len(group.live) < 4 or group.metrics.num_preemptions >= 12:
+            continue
+        assert h.num_used_blocks == distinct_prefixes(group)
+        common = [group.closest_before(seq)[1] for seq in group.live[1:]]
+        num_subsets += len(set(common)) > 1
+        h.scheduler.preempt("r")
+        h.step_until(lambda: all(seq.num_uncomputed_tokens == 1 for seq in group.live), 8)
+        assert h.num_used_blocks == distinct_prefixes(group)
+    assert num_subsets > 3
     h.drain()
     got = [seq.output_token_ids.tolist() for seq in h.finished["r"].group.seqs]
-    assert got == [tokens for tokens, _ in solo_beams(prompt(4), beams(n=2), 30)]
+    assert got == [tokens for tokens, _ in solo_beams(prompt(4), params, 24)]
+
+
+def test_a_search_comes_back_into_a_pool_that_holds_it_by_sharing_alone():
+    """What it held before it was preempted suffices after it, too."""
+    params = beams(n=4, max_tokens=20)
+    answer = [tokens for tokens, _ in solo_beams(prompt(4), params, 20)]
+    undisturbed = Harness(num_blocks=200, block_size=1, enable_prefix_caching=False)
+    undisturbed.add("r", prompt(4), params=params)
+    undisturbed.drain()
+    most = undisturbed.engine.peak_used_blocks
+    h = Harness(num_blocks=most, block_size=1, enable_prefix_caching=False)
+    group = h.add("r", prompt(4), params=params).group
+    assert most < 4 * 20, "beams share"
+    while h.engine.has_unfinished():
+        h.step()
+        if len(group.live) == 4 and all(seq.num_uncomputed_tokens == 1 for seq in group.live):
+            h.scheduler.preempt("r")
+    assert group.metrics.num_preemptions > 10
+    assert [seq.output_token_ids.tolist() for seq in group.seqs] == answer
 
 
 def test_an_aborted_search_returns_its_best_so_far():
