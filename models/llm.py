@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
+from ..runtime.decode_graphs import DecodeGraphs, default_sizes
 from ..runtime.memory import host_pool_blocks
 from ..runtime.params import SamplingParams
 from ..runtime.runner import Model, ModelRunner, in_background
@@ -71,6 +72,8 @@ class LLM:
     max_num_batched_tokens  most tokens fed in one step
     async_scheduling        put the next step together while the last one runs: the same tokens, sooner where the host's work
                             counts; a step that ends a request may be run in vain for it
+    decode_graphs           replay steps of decodes alone as CUDA graphs, captured at the start, see `runtime.decode_graphs`;
+                            on a CPU their calls are replayed one by one, which is no faster
     preemption_mode, policy, order, admission  what happens when blocks or seats run short, see `SchedulerConfig`
     model_class             a model of your own, built as model_class(config); see docs/design.md
     seed                    of requests that name none
@@ -99,6 +102,7 @@ class LLM:
         order: str = "decode-first",
         admission: str = "optimistic",
         async_scheduling: bool = False,
+        decode_graphs: bool = False,
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
@@ -115,8 +119,12 @@ class LLM:
             )
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed: expected an integer, got {seed!r}")
-        if not isinstance(async_scheduling, bool):
-            raise ValueError(f"async_scheduling: expected True or False, got {async_scheduling!r}")
+        for name, flag in (
+            ("async_scheduling", async_scheduling),
+            ("decode_graphs", decode_graphs),
+        ):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}: expected True or False, got {flag!r}")
         if not isinstance(swap_costs, SwapCosts):
             raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
         host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
@@ -168,6 +176,12 @@ class LLM:
             num_gpu_blocks=self.pool.num_blocks - 1,
             num_cpu_blocks=0 if self.host_pool is None else self.host_pool.num_blocks - 1,
         )
+        graphs = None
+        if decode_graphs:
+            sizes = default_sizes(min(max_num_seqs, max_num_batched_tokens))
+            graphs = DecodeGraphs(loaded, self.pool, max_model_len, sizes)
+            with torch.inference_mode():
+                graphs.capture_all()
         check = os.environ.get("OCTAVO_CHECK") == "1"
         self.engine = Engine(
             Scheduler(scheduler_config),
@@ -178,6 +192,7 @@ class LLM:
                 check,
                 swap_costs,
                 in_background() if async_scheduling else None,
+                graphs,
             ),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,

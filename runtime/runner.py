@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from .block_mover import BlockMover
+from .decode_graphs import DecodeGraphs
 from .drawn_tokens import awaited_draws, with_drawn
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
@@ -63,6 +64,7 @@ class ModelRunner:
     check       ask a `ShadowCache` before each launch whether every row will read its own tokens
     swap_costs  of this machine, as `octavo kernels calibrate` measured them
     executor    runs what is launched; `in_background()` lets the caller put the next step together meanwhile
+    graphs      replay steps of decodes alone
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class ModelRunner:
         check: bool = False,
         swap_costs: SwapCosts = PUBLIC_FIGURES,
         executor: Executor | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.mover = BlockMover(pool, host_pool, swap_costs)
+        self._graphs = graphs
         self._executor = AtOnce() if executor is None else executor
         self._buffers = LaunchBuffers(pool.data.device)
         num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
@@ -147,6 +151,8 @@ class ModelRunner:
             # of a row whose logits were not finite the next token has no meaning
             token_ids = torch.from_numpy(drawn.token_ids[samples]).clamp(min=0)
             args.input_ids[torch.from_numpy(tokens)] = token_ids.to(args.input_ids.device)
+        if self._graphs is not None and self._graphs.takes(args):
+            return sample(self._graphs.logits(args), step.rows)
         hidden = self.model(args, self.pool)
         if len(step.rows.seed) == 0:
             return _NO_TOKENS

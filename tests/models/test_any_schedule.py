@@ -123,6 +123,7 @@ def play(seed: int) -> Counter[str]:
         policy=rng.choice(["fcfs", "priority"]),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         async_scheduling=seed % 2 == 1,
+        graph_sizes=(1, 2, 4, 8, 16) if seed % 3 == 1 else (),
     )
     possible = [number for number in range(NUM_ASKS) if blocks_alone(number) <= num_blocks]
     pending = rng.sample(possible, min(len(possible), rng.randint(2, 8)))

@@ -242,6 +242,30 @@ def test_what_are_no_messages_is_refused(llm, messages):
         llm.chat(messages)
 
 
+def test_overlapped_and_replayed_steps_give_the_same_tokens(llm, model_name):
+    prompts = ["The capital of France is", "Once upon a time", "One two three four"]
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(seed=3, max_tokens=6),
+        SamplingParams(seed=5, n=2, max_tokens=5),
+    ]
+    fast = LLM(
+        model_name,
+        num_gpu_blocks=40,
+        max_num_seqs=4,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        async_scheduling=True,
+        decode_graphs=True,
+    )
+    tokens = [
+        [[out.token_ids for out in result.outputs] for result in engine.generate(prompts, params)]
+        for engine in (llm, fast)
+    ]
+    assert tokens[0] == tokens[1]
+    assert fast.engine.scheduler.blocks.num_used_blocks == 0 and not fast.engine.has_unfinished()
+
+
 def test_closing_a_stream_aborts_what_is_left(llm):
     stream = llm.stream(PROMPTS[:2], greedy(400))
     next(stream)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from octavo.models import load_model, resolve_model
 from octavo.models.layers import kv_layers
+from octavo.runtime.decode_graphs import DecodeGraphs
 from octavo.runtime.kv_pool import KVPool
 from octavo.runtime.runner import ModelRunner, in_background
 from octavo.scheduler import Engine, Scheduler, SchedulerConfig
@@ -51,7 +52,12 @@ class TinyModel:
             self.model, _ = load_model(resolve_model(directory), torch.float32, torch.device("cpu"))
 
     def engine(
-        self, num_gpu_blocks: int = 200, block_size: int = 4, async_scheduling=False, **config
+        self,
+        num_gpu_blocks: int = 200,
+        block_size: int = 4,
+        async_scheduling=False,
+        graph_sizes=(),
+        **config,
     ) -> Engine:
         layers = kv_layers(self.model, self.config, torch.float32)
         scheduler_config = SchedulerConfig(
@@ -65,9 +71,12 @@ class TinyModel:
         num_host = scheduler_config.num_cpu_blocks
         host = KVPool(num_host + 1, layers, block_size) if num_host else None
         executor = in_background() if async_scheduling else None
+        graphs = None
+        if graph_sizes:
+            graphs = DecodeGraphs(self.model, pool, scheduler_config.max_model_len, graph_sizes)
         return Engine(
             Scheduler(scheduler_config),
-            ModelRunner(self.model, pool, host, check=True, executor=executor),
+            ModelRunner(self.model, pool, host, check=True, executor=executor, graphs=graphs),
             eos_token_ids=frozenset([EOS]),
             check=True,
             async_scheduling=async_scheduling,

@@ -102,6 +102,19 @@ def test_key_length_of_a_chunk_ends_with_the_chunk():
     assert args.logits_indices.tolist() == []
 
 
+def test_a_token_that_the_step_before_draws_has_a_place_and_no_id():
+    """Its slot and length are known; the id is filled in on the device."""
+    ahead = snapshot("a", tokens=range(10, 16), prompt_len=5, context=6, chunk=1, table=[5, 2])
+    ahead = msgspec.structs.replace(ahead, do_sample=True)
+    known = snapshot("b", tokens=range(20, 24), prompt_len=3, context=3, chunk=1, table=[7])
+    args = build(ahead, known)
+    assert args.input_ids.tolist() == [0, 23]
+    assert args.positions.tolist() == [6, 3]
+    assert args.slot_mapping.tolist() == [2 * 4 + 2, 7 * 4 + 3]
+    assert args.seq_lens.tolist() == [7, 4]
+    assert args.logits_indices.tolist() == [0, 1]
+
+
 def test_resumed_sequence_feeds_prompt_and_output_across_their_border():
     resumed = snapshot(
         tokens=range(50, 57), prompt_len=4, context=2, chunk=5, table=[1, 2], is_prompt=True
