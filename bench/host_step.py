@@ -1,6 +1,6 @@
 """Host cost of a decode step, part by part, against the numpy floor of the same run.
 
-    python bench/host_step.py [--batch 1 16 64 256 1024] [--context 128 1024 8192] [--steps 200]
+    python bench/host_step.py [--batch 1 16 64 256 1024] [--context 128 1024 8192] [--steps 200] [--nano-vllm CHECKOUT]
 
 All sequences decode, greedily, with the prefix cache on; the forward pass is left out. Floor and engine take turns, step by
 step, and the lower fifth of each is compared, so that what else the machine does weighs little. Before anything is timed the
@@ -10,6 +10,9 @@ launch arguments of a step are compared with those made one request at a time. C
     launch args   what the kernels take, on the device
     sampling      the sampling parameters as columns
     write-back    tokens to their sequences, and who ends
+
+With a checkout of nano-vllm its host step takes its turn too, at our block size and at its own 256, as multiples of the same
+floor (see peers/nano_vllm.py for what of it is measured).
 
 Then the block manager beside a plain list of free blocks: giving and taking back a sequence of 1024 tokens, and forking one
 and writing to the shared block.
@@ -23,6 +26,7 @@ import itertools
 import sys
 from pathlib import Path
 from time import perf_counter_ns
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -40,7 +44,10 @@ from octavo.scheduler.sequence import Sequence
 
 sys.path.insert(0, str(Path(__file__).parent))
 from host_floor import BLOCK_SIZE, Floor
+from peers import nano_vllm
+from peers.nano_vllm import NanoHostStep
 
+PEER_BLOCK_SIZES = (BLOCK_SIZE, 256)
 PARTS = ("schedule", "launch args", "sampling", "write-back")
 PARAMS = SamplingParams(temperature=0, max_tokens=None)
 
@@ -62,8 +69,10 @@ class HostStep:
         )
         self.buffers = LaunchBuffers()
         generator = np.random.default_rng(0)
-        for row in range(batch):
-            prompt = generator.integers(0, 30000, context - 1 + row % BLOCK_SIZE)
+        # lengths differ, so that a sixteenth of the rows needs a block in each step
+        lengths = [context - 1 + row % BLOCK_SIZE for row in range(batch)]
+        self.prompts = [generator.integers(0, 30000, length) for length in lengths]
+        for row, prompt in enumerate(self.prompts):
             self.scheduler.add_seq_group(SequenceGroup(f"r{row}", prompt, PARAMS, 0.0))
         self.outputs = SamplerOutput(np.arange(batch) % 30000, np.full(batch, -0.5, np.float32))
         self.scheduler.schedule()
@@ -81,8 +90,8 @@ class HostStep:
         times.append(perf_counter_ns())
         return tuple(b - a for a, b in itertools.pairwise(times))
 
-    def verify(self) -> None:
-        """Both ways to the launch arguments, columns and single snapshots, come to the same."""
+    def verify(self) -> np.ndarray:
+        """Both ways to the launch arguments, columns and single snapshots, come to the same. Returns the positions."""
         snapshots = self.scheduler.schedule().seq_group_metadata_list
         assert len(snapshots) == self.batch
         fast = build_launch_args(snapshots, BLOCK_SIZE, self.num_blocks, self.buffers)
@@ -94,19 +103,31 @@ class HostStep:
                 a, b = a[used], b[used]
             assert a == b if isinstance(a, int) or a is None else torch.equal(a, b), name
         self.scheduler.update(self.outputs)
+        return fast.positions.numpy().copy()
 
 
-def measure(batch: int, context: int, steps: int) -> tuple[float, list[float], float]:
-    """(floor, each part, all parts) in microseconds."""
+def measure(
+    batch: int, context: int, steps: int, nano: SimpleNamespace | None
+) -> tuple[float, list[float], float, list[float]]:
+    """(floor, each part, all parts, each peer) in microseconds."""
     host, floor = HostStep(batch, context, steps + 40), Floor(batch, context, steps + 40)
-    host.verify()
+    positions = host.verify()
+    peers = []
+    if nano is not None:
+        prompts = [prompt.tolist() for prompt in host.prompts]
+        peers = [NanoHostStep(nano, prompts, steps + 40, size) for size in PEER_BLOCK_SIZES]
+        for peer in peers:
+            peer.verify(positions)
     gc.collect()
     gc.freeze()
-    samples = [(floor.step(), *host.step()) for _ in range(steps + 20)][20:]
+    samples = []
+    for _ in range(steps + 20):
+        ours = floor.step(), *host.step()
+        samples.append((*ours, sum(ours[1:]), *(peer.step() for peer in peers)))
     gc.unfreeze()
-    low = [float(np.quantile(column, 0.2)) / 1e3 for column in zip(*samples, strict=True)]
-    total = float(np.quantile([sum(sample[1:]) for sample in samples], 0.2)) / 1e3
-    return low[0], low[1:], total
+    columns = zip(*samples[20:], strict=True)
+    low = [float(np.quantile(column, 0.2)) / 1e3 for column in columns]
+    return low[0], low[1:5], low[5], low[6:]
 
 
 def best_us(function, repeats: int = 300) -> float:
@@ -154,14 +175,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--nano-vllm", metavar="CHECKOUT")
     asked = parser.parse_args()
+    nano = None if asked.nano_vllm is None else nano_vllm.load(asked.nano_vllm)
+    peers = [] if nano is None else [f"nano-vllm {size}" for size in PEER_BLOCK_SIZES]
     table = Table(box=SIMPLE_HEAD)
-    for name in ("sequences", "context", "floor", *PARTS, "all", "per sequence", "x floor"):
+    for name in ("sequences", "context", "floor", *PARTS, "all", "per sequence", "x floor", *peers):
         table.add_column(name, justify="right")
     cases = [(batch, 1024) for batch in asked.batch]
     cases += [(256, context) for context in asked.context if context != 1024]
     for batch, context in cases:
-        floor, parts, total = measure(batch, context, asked.steps)
+        floor, parts, total, of_peers = measure(batch, context, asked.steps, nano)
         numbers = (floor, *parts, total)
         table.add_row(
             str(batch),
@@ -169,8 +193,9 @@ def main() -> None:
             *(f"{number:.1f}" for number in numbers),
             f"{total / batch:.2f}",
             f"{total / floor:.2f}",
+            *(f"{peer / floor:.2f}" for peer in of_peers),
         )
-    console = Console(width=120)
+    console = Console(width=140)
     console.print(table)
     for name, microseconds in block_manager_rows():
         console.print(f"{name:45} {microseconds:7.1f} us")
