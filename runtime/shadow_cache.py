@@ -42,7 +42,7 @@ class ShadowCache:
 
         Raises MetadataError and leaves the shadow as it was when a row would not read its own tokens.
 
-        Found are: two rows writing one slot, and a row in whose sight a slot holds another prefix, another encoder's
+        Found are: negative token ids, a table that names a block twice, two rows writing one slot, and a row in whose sight a slot holds another prefix, another encoder's
         token, or nothing, once all rows have written.
         """
         device, host = self._device.copy(), self._host.copy()
@@ -97,6 +97,10 @@ class ShadowCache:
         if len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
         tokens = data.token_ids(0, data.num_computed_tokens + metadata.token_chunk_size)
+        if len(tokens) and tokens.min() < 0:
+            raise MetadataError(
+                metadata.request_id, "seq_data", f"expected token ids >= 0, got {tokens.min()}"
+            )
         return known.upto(tokens)
 
     def _row(
@@ -174,6 +178,11 @@ class _Read:
         if (blocks == 0).any():
             position = first + int(np.flatnonzero(blocks == 0)[0])
             self.fail(f"expected a block for token {position}, got the null block")
+        first_of_block = np.flatnonzero(np.diff(positions // block_size, prepend=-1))
+        named, counts = np.unique(blocks[first_of_block], return_counts=True)
+        if (counts > 1).any():
+            block = int(named[counts.argmax()])
+            self.fail(f"expected a block for each {block_size} tokens, got block {block} twice")
         self.seen = blocks * block_size + positions % block_size
         self.written = self.seen[len(expected) - num_written :]
 

@@ -128,6 +128,20 @@ def test_a_block_that_nobody_wrote_and_the_null_block(shadow) -> None:
         shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 0])}, 6, 1)])
 
 
+def test_a_table_that_names_a_block_twice(shadow) -> None:
+    """Two rows of tokens in one block: caught although the last writer's tokens stand there."""
+    with pytest.raises(
+        MetadataError, match="'x': block_tables: .* each 4 tokens, got block 5 twice"
+    ):
+        shadow.check_step([snapshot({0: ([7] * 8, [5, 5])}, 0, 8, "x")])
+
+
+def test_token_ids_below_zero(shadow) -> None:
+    with pytest.raises(MetadataError, match="'x': seq_data: expected token ids >= 0, got -3"):
+        shadow.check_step([snapshot({0: ([1, -3, 2], [5])}, 0, 3, "x")])
+    shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)])
+
+
 def test_a_window_frees_what_it_does_not_see(shadow) -> None:
     row = {0: ([*PROMPT, 11], [0, 2])}
     shadow.check_step([snapshot(row, 6, 1, sliding_window=3)])
