@@ -131,7 +131,7 @@ def test_a_block_that_nobody_wrote_and_the_null_block(shadow) -> None:
 def test_a_table_that_names_a_block_twice(shadow) -> None:
     """Two rows of tokens in one block: caught although the last writer's tokens stand there."""
     with pytest.raises(
-        MetadataError, match="'x': block_tables: .* each 4 tokens, got block 5 twice"
+        MetadataError, match=r"'x': block_tables: .* each 4 tokens, got block 5 twice"
     ):
         shadow.check_step([snapshot({0: ([7] * 8, [5, 5])}, 0, 8, "x")])
 
