@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from .. import kernels
 from ..runtime.kv_pool import KVPool, LayerKV, Layers
 from ..runtime.launch_args import LaunchArgs
 from .rotary import rotary_table
+
+if TYPE_CHECKING:
+    from .adapters import LinearAdapters
 
 
 def kv_layers(
@@ -72,25 +75,37 @@ class Linear(nn.Module):
     out_features  the size, or for a fused projection the size of each part by the name its checkpoint gives it:
                   `self.qkv_proj = Linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv})` loads `q_proj.weight`,
                   `k_proj.weight` and `v_proj.weight` from beside it, and `forward` returns the parts in one tensor
+    takes_adapters  `forward` is called with the step's `args`, so that tokens can have low-rank adapters (see `adapters`)
     """
 
     # Rows the CPU's packed order is meant for. Any number >= 2 gives the same order, good for all numbers of rows.
     _PACKED_FOR_ROWS = 16
 
     def __init__(
-        self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        bias: bool = False,
+        takes_adapters: bool = False,
     ) -> None:
         super().__init__()
+        self.takes_adapters = takes_adapters
+        self.adapters: LinearAdapters | None = None  # what `Adapters` puts here
         self.parts = {} if isinstance(out_features, int) else dict(out_features)
         rows = out_features if isinstance(out_features, int) else sum(self.parts.values())
+        self.in_features, self.out_features = in_features, rows
         self.weight = _unset(rows, in_features)
         self.bias = _unset(rows) if bias else None
         self.is_packed = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, args: LaunchArgs | None = None) -> Tensor:
         if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        if self.adapters is not None and args is not None and args.lora_token_order is not None:
+            self.adapters.add(x, out, args)
+        return out
 
     def pack(self) -> None:
         """Reorder a loaded fp32 weight on a CPU as oneDNN's matrix product reads it, in place of the plain weight.
@@ -326,8 +341,8 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, parts, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.gate_up_proj = Linear(hidden_size, parts, bias, takes_adapters=True)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, takes_adapters=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(kernels.silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, args: LaunchArgs | None = None) -> Tensor:
+        return self.down_proj(kernels.silu_and_mul(self.gate_up_proj(x, args)), args)

@@ -69,7 +69,7 @@ class LlamaLayer(nn.Module):
         hidden, stream = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, rotary, args, kv)
         hidden, stream = self.post_attention_layernorm(hidden, stream)
-        return self.mlp(hidden), stream
+        return self.mlp(hidden, args), stream
 
 
 class LlamaAttention(nn.Module):
@@ -83,21 +83,20 @@ class LlamaAttention(nn.Module):
         self.sizes = (heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim)
         qkv_bias = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
         parts: dict[str, int] = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
-        self.o_proj = Linear(
-            self.sizes[0], config.hidden_size, getattr(config, "attention_bias", False)
-        )
+        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias, takes_adapters=True)
+        bias = getattr(config, "attention_bias", False)
+        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias, takes_adapters=True)
         window = layer_windows(config)[index]
         self.attention = Attention(heads, kv_heads, self.head_dim, index, window=window)
 
     def forward(
         self, hidden: Tensor, rotary: RotaryEmbedding, args: LaunchArgs, kv: KVPool
     ) -> Tensor:
-        parts = self.qkv_proj(hidden).split(self.sizes, dim=-1)
+        parts = self.qkv_proj(hidden, args).split(self.sizes, dim=-1)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)) for part in parts
         )  # [T, heads, head_dim]
-        return self.o_proj(self.attention(q, k, v, args, kv, rotary).flatten(-2))
+        return self.o_proj(self.attention(q, k, v, args, kv, rotary).flatten(-2), args)
 
 
 def _check(config: Any) -> None:

@@ -15,9 +15,10 @@ import torch
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from ..runtime.decode_graphs import DecodeGraphs, default_sizes
 from ..runtime.memory import host_pool_blocks
-from ..runtime.params import SamplingParams
+from ..runtime.params import LoRARequest, SamplingParams
 from ..runtime.runner import Model, ModelRunner, in_background
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
+from .adapters import Adapters
 from .layers import kv_layers, widest_window
 from .loader import load_model
 from .pools import build_pools
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..scheduler.engine import Request
 
 Prompt = str | Seq[int]
+Adapter = LoRARequest | None
 Messages = Seq[Mapping[str, str]]  # {"role": ..., "content": ...}
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -74,6 +76,7 @@ class LLM:
                             counts; a step that ends a request may be run in vain for it
     decode_graphs           replay steps of decodes alone as CUDA graphs, captured at the start, see `runtime.decode_graphs`;
                             on a CPU their calls are replayed one by one, which is no faster
+    max_loras               adapters that may take part in one step, each with room for ranks up to max_lora_rank; 0 for none
     preemption_mode, policy, order, admission  what happens when blocks or seats run short, see `SchedulerConfig`
     model_class             a model of your own, built as model_class(config); see docs/design.md
     seed                    of requests that name none
@@ -103,6 +106,8 @@ class LLM:
         admission: str = "optimistic",
         async_scheduling: bool = False,
         decode_graphs: bool = False,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
     ) -> None:
@@ -153,6 +158,7 @@ class LLM:
             order=order,
             admission=admission,
             preemption_mode=preemption_mode,
+            max_loras=max_loras,
         )
         if max_model_len > limit:
             raise ValueError(
@@ -160,6 +166,7 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(source)
         loaded, self.config = load_model(source, torch_dtype, on_device, model_class)
+        self.adapters = Adapters(loaded, max_loras, max_lora_rank) if max_loras else None
         cache_dtype, has_scales = _KV_CACHE_DTYPES[kv_cache_dtype]
         cache_dtype = cache_dtype or next(loaded.parameters()).dtype
         self.pool, self.host_pool = build_pools(
@@ -193,6 +200,7 @@ class LLM:
                 swap_costs,
                 in_background() if async_scheduling else None,
                 graphs,
+                self.adapters,
             ),
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
@@ -210,13 +218,14 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        lora_request: Adapter | Seq[Adapter] = None,
     ) -> list[RequestOutput]:
         """Complete the prompts (text or token ids) together; one result each, in their order.
 
-        sampling_params may be one for all or one for each. Raises ValueError, with nothing run, when a prompt is
+        sampling_params, and lora_request (the adapter to use), may be one for all or one for each. Raises ValueError, with nothing run, when a prompt is
         impossible. `progress` shows a bar on standard error.
         """
-        requests = self._add(prompts, sampling_params)
+        requests = self._add(prompts, sampling_params, lora_request)
         try:
             with progress_bar(len(requests), progress) as advance:
                 for done in self._run(requests):
@@ -229,13 +238,15 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        lora_request: Adapter | Seq[Adapter] = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete the prompts together; yields (index of the prompt, its output so far) whenever one grew.
 
         Text only ever grows. The prompts are checked and queued when the iteration begins; closing the iterator aborts
         what is unfinished. Other calls may run in between: all share the steps.
         """
-        requests = self._add(prompts, sampling_params)
+        requests = self._add(prompts, sampling_params, lora_request)
         places = {request: place for place, request in enumerate(requests)}
         try:
             for changed in self._run(requests):
@@ -250,13 +261,14 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        lora_request: Adapter | Seq[Adapter] = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError(f"messages: expected a list of at least one message, got {messages!r}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -269,8 +281,10 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        lora_request: Adapter | Seq[Adapter] = None,
     ) -> list[Request]:
         batch = _as_batch(prompts)
+        adapters = self._registered(lora_request, len(batch))
         params: list[Any]
         if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
@@ -286,16 +300,39 @@ class LLM:
         encoded = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in batch]
         requests: list[Request] = []
         try:
-            for prompt, token_ids, each in zip(batch, encoded, params, strict=True):
+            asked = zip(batch, encoded, params, adapters, strict=True)
+            for prompt, token_ids, each, adapter in asked:
                 text = prompt if isinstance(prompt, str) else None
+                name = f"request-{next(self._ids)}"
                 requests.append(
-                    self.engine.add_request(f"request-{next(self._ids)}", token_ids, each, text)
+                    self.engine.add_request(name, token_ids, each, text, lora_request=adapter)
                 )
         except BaseException as error:
             self._abandon(requests)
             if isinstance(error, ValueError):
                 raise ValueError(f"prompt {len(requests)}: {error}") from error
             raise
+        return requests
+
+    def _registered(
+        self, lora_request: Adapter | Seq[Adapter], num_prompts: int
+    ) -> list[LoRARequest | None]:
+        """The adapter of each prompt, read and checked."""
+        one = lora_request is None or isinstance(lora_request, LoRARequest)
+        requests = [lora_request] * num_prompts if one else list(lora_request)
+        if len(requests) != num_prompts:
+            raise ValueError(
+                f"lora_request: expected one, or one for each of {num_prompts} prompts, got {len(requests)}"
+            )
+        for request in requests:
+            if request is not None and not isinstance(request, LoRARequest):
+                raise ValueError(f"lora_request: expected a LoRARequest, got {request!r}")
+            if request is not None and self.adapters is None:
+                raise ValueError(
+                    f"lora_request: expected None with max_loras = 0, got {request.lora_name!r}"
+                )
+            if request is not None and self.adapters is not None:
+                self.adapters.register(request)
         return requests
 
     def _run(self, requests: list[Request]) -> Iterator[list[Request]]:

@@ -133,7 +133,8 @@ class DecodeGraphs:
         """Whether the step is decodes alone, each of which draws from its own row of logits."""
         num_rows = len(args.seq_lens)
         is_decode = args.num_decodes == num_rows == len(args.logits_indices)
-        return is_decode and args.cross_seq_lens is None and num_rows <= self._sizes[-1]
+        is_plain = args.cross_seq_lens is None and args.lora_token_order is None
+        return is_decode and is_plain and num_rows <= self._sizes[-1]
 
     def capture_all(self) -> None:
         """Capture every size now, the largest first, whose memory the others then use."""

@@ -13,7 +13,7 @@ Example, block size 4; sequence a decodes its 6th token, sequence b feeds a chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from .cross_args import CrossArrays, build_cross_arrays
+from .index_maps import adapter_order, multi_modal_places
 from .launch_buffers import LaunchBuffers
 from .launch_checks import (
     check_computed_blocks,
@@ -29,7 +30,8 @@ from .launch_checks import (
     first_seen_entries,
     padded_tables,
 )
-from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata
+from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata, SpanChunk
+from .params import LoRARequest
 from .snapshots import DecodeRows, Snapshots
 
 
@@ -60,6 +62,13 @@ class LaunchArgs:
     encoder_block_tables     int32 [G, L]    places among the E tokens, as if each were a block of one token: what paged
                                              attention of an encoder over its own keys takes; padded with 0
     cross_slot_mapping       int64 [E]       where what the decoder makes of each token is written
+
+    Where M tokens are placeholders of images or the like, and where some row has one of A adapters, see `index_maps`:
+
+    multi_modal_places   int64 [M]       the tokens that take an embedding
+    multi_modal_parts                    whose embeddings these are, in that order; on the host
+    lora_token_order     int32 [T]       tokens by adapter, those without one first
+    lora_adapter_starts  int32 [A + 1]   the tokens of adapter i are lora_token_order[starts[i] : starts[i + 1]]
     """
 
     input_ids: torch.Tensor
@@ -82,6 +91,10 @@ class LaunchArgs:
     encoder_block_tables: torch.Tensor | None = None
     max_encoder_seq_len: int = 0
     cross_slot_mapping: torch.Tensor | None = None
+    multi_modal_places: torch.Tensor | None = None
+    multi_modal_parts: tuple[SpanChunk, ...] = ()
+    lora_token_order: torch.Tensor | None = None
+    lora_adapter_starts: torch.Tensor | None = None
 
 
 # stands for a token that the step before draws; on the device its id takes this place
@@ -103,12 +116,17 @@ def build_launch_args(
     block_size: int,
     num_blocks: int,
     buffers: LaunchBuffers,
+    adapter_places: Mapping[LoRARequest, int] | None = None,
+    num_adapter_places: int = 0,
 ) -> LaunchArgs:
     """Turn one step's snapshots into launch arguments, decode rows first.
 
     A token that the step before is still drawing is 0 in `input_ids`, see `drawn_tokens`.
 
-    num_blocks counts all blocks of the pool, the null block included. Everything is checked on host integers before
+    num_blocks      all blocks of the pool, the null block included
+    adapter_places  where the adapters of the rows are, each in [0, num_adapter_places); None for a model without
+
+    Everything is checked on host integers before
     anything is uploaded: MetadataError names the request and the field at fault.
     """
     snapshots = Snapshots.of(seq_group_metadata_list)
@@ -152,7 +170,7 @@ def build_launch_args(
         "seq_lens": seq_lens.astype(np.int32),
         "block_tables": rows.block_tables,
     }
-    numbers = {
+    numbers: dict[str, Any] = {
         "num_decodes": num_rows if num_tokens == num_rows else int((rows.query_lens > 1).argmax()),
         "max_query_len": 1 if num_tokens == num_rows else int(rows.query_lens.max()),
         "max_seq_len": int(seq_lens.max()),
@@ -160,6 +178,10 @@ def build_launch_args(
     if cross is not None:
         arrays |= cross.arrays
         numbers |= cross.numbers
+    if (embedded := multi_modal_places(snapshots.others, num_decodes_before)) is not None:
+        arrays["multi_modal_places"], numbers["multi_modal_parts"] = embedded
+    if adapter_places is not None:
+        arrays |= adapter_order(snapshots, rows.query_lens, adapter_places, num_adapter_places)
     fields: dict[str, Any] = dict(
         zip(arrays, buffers.upload(list(arrays.values())), strict=True), **numbers
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata
+from .metadata import NULL_BLOCK, MetadataError, SequenceGroupMetadata, SpanChunk
 from .snapshots import DecodeRows
 
 
@@ -156,6 +156,19 @@ def check_computed_blocks(
             metadata.request_id,
             "computed_block_nums",
             f"expected at most {context_len} computed tokens, got {len(computed) * block_size} in blocks",
+        )
+
+
+def check_span_chunk(metadata: SequenceGroupMetadata, part: SpanChunk) -> None:
+    """A part of an image or the like lies in the image, and within the tokens of the step."""
+    length = part.stop - part.start
+    in_span = 0 <= part.start < part.stop <= part.span.length
+    if not in_span or not 0 <= part.offset <= metadata.token_chunk_size - length:
+        raise MetadataError(
+            metadata.request_id,
+            "multi_modal_data",
+            f"expected a part of {part.span.length} embeddings within {metadata.token_chunk_size} tokens, got embeddings "
+            f"[{part.start}, {part.stop}) at token {part.offset}",
         )
 
 

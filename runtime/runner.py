@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ from .drawn_tokens import awaited_draws, with_drawn
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .metadata import SamplerOutput, SequenceGroupMetadata
+from .params import LoRARequest
 from .sampler import SamplingRows, sample, sampling_rows
 from .shadow_cache import ShadowCache
 from .snapshots import Snapshots
@@ -33,6 +34,20 @@ class Model(Protocol):
     ) -> torch.Tensor: ...  # hidden states [T, hidden]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...  # [R, hidden] -> [R, vocab]
+
+
+class AdapterStore(Protocol):
+    """Adapters and their places on the device; `models.adapters.Adapters` is one."""
+
+    num_places: int
+
+    def plan(
+        self, requests: Iterable[LoRARequest]
+    ) -> tuple[dict[LoRARequest, int], list[tuple[LoRARequest, int]]]: ...
+
+    def commit(self, places: dict[LoRARequest, int]) -> None: ...
+
+    def move_in(self, moves: Iterable[tuple[LoRARequest, int]]) -> None: ...
 
 
 class Executor(Protocol):
@@ -65,6 +80,7 @@ class ModelRunner:
     swap_costs  of this machine, as `octavo kernels calibrate` measured them
     executor    runs what is launched; `in_background()` lets the caller put the next step together meanwhile
     graphs      replay steps of decodes alone
+    adapters    of requests that name one; those move into their places before the step runs
     """
 
     def __init__(
@@ -76,11 +92,13 @@ class ModelRunner:
         swap_costs: SwapCosts = PUBLIC_FIGURES,
         executor: Executor | None = None,
         graphs: DecodeGraphs | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.mover = BlockMover(pool, host_pool, swap_costs)
         self._graphs = graphs
+        self._adapters = adapters
         self._executor = AtOnce() if executor is None else executor
         self._buffers = LaunchBuffers(pool.data.device)
         num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
@@ -112,10 +130,17 @@ class ModelRunner:
         before = after if isinstance(after, LaunchedStep) else None
         awaited = awaited_draws(snapshots, None if before is None else before.snapshots)
         has_moves = blocks_to_swap_out or blocks_to_swap_in or blocks_to_copy
-        args = None
+        args, places, entering = None, None, []
+        if self._adapters is not None:
+            places, entering = self._adapters.plan(snapshots.lora_requests())
         if len(snapshots) or not has_moves:
             args = build_launch_args(
-                snapshots, self.pool.block_size, self.pool.num_blocks, self._buffers
+                snapshots,
+                self.pool.block_size,
+                self.pool.num_blocks,
+                self._buffers,
+                places,
+                0 if self._adapters is None else self._adapters.num_places,
             )
         step = _Step(
             snapshots,
@@ -124,7 +149,10 @@ class ModelRunner:
             sampling_rows(snapshots),
             awaited,
             (blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy),
+            entering,
         )
+        if self._adapters is not None and places is not None:
+            self._adapters.commit(places)
         return LaunchedStep(snapshots, self._executor.submit(partial(self._run, step)))
 
     def execute(
@@ -135,6 +163,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, step: _Step) -> SamplerOutput:
+        if self._adapters is not None:
+            self._adapters.move_in(
+                step.entering
+            )  # even if the step then fails: they count as being there
         before = step.before
         drawn = None if before is None else before.result()  # it ran before this one began
         if self._shadow is not None:
@@ -179,6 +211,7 @@ class _Step(NamedTuple):
     rows: SamplingRows
     awaited: tuple[np.ndarray, np.ndarray] | None  # see `awaited_draws`
     moves: tuple[_Pairs, _Pairs, _Pairs]  # out, in, copies
+    entering: list[tuple[LoRARequest, int]]  # adapters, and their places
 
 
 def blocks_written(

@@ -133,6 +133,13 @@ class Snapshots(Sequence):
             self._made = [*made, *self.others]
         return self._made
 
+    def lora_requests(self) -> list[LoRARequest]:
+        """The adapters of the step's requests, each once."""
+        rows = self.decodes
+        requests = [] if rows is None else rows.lora_requests
+        requests = [*requests, *(metadata.lora_request for metadata in self.others)]
+        return list(dict.fromkeys(request for request in requests if request is not None))
+
     def check_current(self, generation_of: Callable[[str], int | None]) -> None:
         """Raise StaleMetadataError for a request whose placement has changed since."""
         rows = self.decodes

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from octavo.models import load_model, resolve_model
+from octavo.models.adapters import Adapters
 from octavo.models.layers import kv_layers
 from octavo.runtime.decode_graphs import DecodeGraphs
 from octavo.runtime.kv_pool import KVPool
@@ -71,12 +72,21 @@ class TinyModel:
         num_host = scheduler_config.num_cpu_blocks
         host = KVPool(num_host + 1, layers, block_size) if num_host else None
         executor = in_background() if async_scheduling else None
-        graphs = None
+        graphs, max_loras = None, scheduler_config.max_loras
+        self.adapters = Adapters(self.model, max_loras, 8) if max_loras else None
         if graph_sizes:
             graphs = DecodeGraphs(self.model, pool, scheduler_config.max_model_len, graph_sizes)
         return Engine(
             Scheduler(scheduler_config),
-            ModelRunner(self.model, pool, host, check=True, executor=executor, graphs=graphs),
+            ModelRunner(
+                self.model,
+                pool,
+                host,
+                check=True,
+                executor=executor,
+                graphs=graphs,
+                adapters=self.adapters,
+            ),
             eos_token_ids=frozenset([EOS]),
             check=True,
             async_scheduling=async_scheduling,

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from octavo.runtime.launch_args import LaunchBuffers, build_launch_args
-from octavo.runtime.metadata import MetadataError, SequenceData, SequenceGroupMetadata
-from octavo.runtime.params import SamplingParams
+from octavo.runtime.metadata import (
+    MetadataError,
+    SequenceData,
+    SequenceGroupMetadata,
+    SpanChunk,
+)
+from octavo.runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16
@@ -258,3 +263,53 @@ def test_snapshot_is_frozen():
     with pytest.raises(ValueError, match="read-only"):
         metadata.block_tables[0][0] = 5
     assert msgspec.structs.replace(metadata, is_prompt=False).is_prompt is False
+
+
+# -- index maps, the example of `runtime.index_maps`
+
+
+def test_images_and_adapters_in_one_step():
+    image = MultiModalSpan(3, 3, b"an image")
+    one, two = LoRARequest("one", 1), LoRARequest("two", 2)
+    decode = snapshot("a", tokens=range(6), prompt_len=5, context=5, chunk=1, table=[5, 2], lora_request=one)  # fmt: skip
+    chunk = snapshot(
+        "b", tokens=range(20, 29), context=2, chunk=4, table=[7, 3], seq_id=1,
+        multi_modal_data=(SpanChunk(image, 0, 3, 1),),
+    )  # fmt: skip
+    last = snapshot("c", tokens=range(2), context=0, chunk=2, table=[9], seq_id=2, lora_request=two)
+    args = build_launch_args(
+        [decode, chunk, last], BLOCK_SIZE, NUM_BLOCKS, LaunchBuffers(), {one: 1, two: 0}, 2
+    )
+    assert args.multi_modal_places.tolist() == [2, 3, 4]
+    assert args.multi_modal_parts == (SpanChunk(image, 0, 3, 1),)
+    assert args.lora_token_order.tolist() == [1, 2, 3, 4, 5, 6, 0]
+    assert args.lora_adapter_starts.tolist() == [4, 6, 7]
+
+
+def test_parts_of_images_that_a_chunk_cuts():
+    """Article 5.5: a chunk carries its overlap with each span, in the order of its tokens."""
+    first, second = MultiModalSpan(1, 3, b"picture1"), MultiModalSpan(5, 4, b"picture2")
+    parts = (SpanChunk(first, 2, 3, 0), SpanChunk(second, 0, 2, 2))
+    args = build(snapshot(tokens=range(12), context=3, chunk=4, table=[1, 2], multi_modal_data=parts))  # fmt: skip
+    assert args.multi_modal_places.tolist() == [0, 2, 3] and args.multi_modal_parts == parts
+    assert args.lora_token_order is None
+
+
+def test_nothing_is_made_where_nothing_is_asked_for():
+    plain = snapshot(tokens=range(4), context=0, chunk=4, table=[1])
+    args = build_launch_args([plain], BLOCK_SIZE, NUM_BLOCKS, LaunchBuffers(), {}, 2)
+    assert args.multi_modal_places is None and args.lora_token_order is None
+
+
+@pytest.mark.parametrize("part", [(0, 3, 2), (0, 4, 0), (1, 1, 0), (-1, 1, 0)], ids=str)
+def test_a_part_that_is_not_in_the_step_is_refused(part):
+    image = MultiModalSpan(1, 3, b"an image")
+    bad = snapshot(tokens=range(4), context=0, chunk=4, table=[1], multi_modal_data=(SpanChunk(image, *part),))  # fmt: skip
+    with pytest.raises(MetadataError, match="'a': multi_modal_data: expected a part of 3 embeddings within 4 tokens"):  # fmt: skip
+        build(bad)
+
+
+def test_an_adapter_that_is_not_loaded_is_refused():
+    bad = snapshot(tokens=range(4), context=0, chunk=4, table=[1], lora_request=LoRARequest("x", 3))
+    with pytest.raises(MetadataError, match="'a': lora_request: expected an adapter that is loaded, got 'x'"):  # fmt: skip
+        build_launch_args([bad], BLOCK_SIZE, NUM_BLOCKS, LaunchBuffers(), {}, 2)
