@@ -318,8 +318,10 @@ class LLM:
         self, lora_request: Adapter | Seq[Adapter], num_prompts: int
     ) -> list[LoRARequest | None]:
         """The adapter of each prompt, read and checked."""
-        one = lora_request is None or isinstance(lora_request, LoRARequest)
-        requests = [lora_request] * num_prompts if one else list(lora_request)
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            requests: list[Adapter] = [lora_request] * num_prompts
+        else:
+            requests = list(lora_request)
         if len(requests) != num_prompts:
             raise ValueError(
                 f"lora_request: expected one, or one for each of {num_prompts} prompts, got {len(requests)}"
