@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .kernels.swap_costs import SwapCosts
     from .models.llm import LLM
-    from .runtime.params import SamplingParams
+    from .runtime.params import LoRARequest, SamplingParams
     from .scheduler.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "SwapCosts", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+    "SwapCosts",
+    "__version__",
+]
 
 _HOME = {
     "LLM": ".models.llm",
     "SamplingParams": ".runtime.params",
+    "LoRARequest": ".runtime.params",
     "SwapCosts": ".kernels.swap_costs",
     "CompletionOutput": ".scheduler.outputs",
     "RequestOutput": ".scheduler.outputs",
