@@ -85,6 +85,20 @@ def test_rotary_embedding(implementation, dtype, sizes, is_neox) -> None:
 
 
 @IMPLEMENTATIONS
+def test_rotating_keys_or_queries_alone(implementation) -> None:
+    """A layer that reads the keys of an earlier one has none of its own."""
+    device, ops = device_of(implementation), cpu if implementation == "cpu" else rotary
+    x, cos_sin = torch.randn(3, 2, 8), torch.randn(9, 8)
+    positions = torch.tensor([4, 0, 8])
+    exact, _ = reference.rotary_embedding(positions, x, x, cos_sin)
+    for place in (0, 1):
+        heads = [x[:, :0].to(device), x[:, :0].to(device)]
+        heads[place] = x.to(device).clone()
+        ops.rotary_embedding(positions.to(device), *heads, cos_sin.to(device), True)
+        assert error(heads[place].cpu(), exact) < 1e-6
+
+
+@IMPLEMENTATIONS
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 8), (3, 3072), (2, 2, 5000), (0, 4)], ids=str)
 def test_silu_and_mul(implementation, dtype, shape) -> None:
