@@ -55,6 +55,17 @@ def test_apply_penalties(implementation, dtype, vocab) -> None:
     assert torch.equal(penalised.cpu()[untouched], logits[untouched])
 
 
+@IMPLEMENTATIONS
+def test_penalties_touch_nothing_that_has_not_come_up(implementation) -> None:
+    """Neither by 0 * inf, nor by a count below 0."""
+    ops, device = cpu if implementation == "cpu" else penalties, device_of(implementation)
+    logits, counts = torch.ones(1, 4), torch.tensor([[0, -2, 3, 0]], dtype=torch.int32)
+    columns = [torch.tensor([x], device=device) for x in (2.0, INF, 1.0)]
+    penalised, mask = logits.to(device).clone(), torch.tensor([[False, False, False, True]])
+    ops.apply_penalties(penalised, mask.to(device), counts.to(device), *columns)
+    assert penalised.tolist() == [[1.0, 1.0, -INF, 0.5]]
+
+
 # ---------------------------------------------------------------- filters
 
 
@@ -164,6 +175,46 @@ def test_filters_of_rows_that_are_masked_already(implementation) -> None:
     kept = filtered(implementation, logits, *columns)
     check_filtered(kept[[0, 2]], logits[[0, 2]], *([column[0], column[2]] for column in columns))
     assert torch.equal(kept[[1, 3]], logits[[1, 3]] != -INF)  # left alone
+
+
+@IMPLEMENTATIONS
+def test_filters_leave_rows_with_a_nan_alone(implementation) -> None:
+    """Of either sign, or the draw would not see that the row is bad."""
+    logits = random_logits(3, 40)
+    nans = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    logits[0, 7], logits[2, 39] = nans
+    logits[2, 5] = -INF
+    kept = filtered(implementation, logits, [5] * 3, [0.5] * 3, [0.1] * 3)
+    assert kept[0].all() and kept[2].sum() == 39 and kept[1].sum() <= 5
+    ops, device = cpu if implementation == "cpu" else top_k_top_p, device_of(implementation)
+    masked, column = logits.to(device).clone(), torch.full((3,), 0.5, device=device)
+    ops.apply_top_k_top_p_min_p(masked, column.int() + 5, column, column, None)
+    step = torch.arange(3)
+    assert drawn(implementation, masked, column, step, step).tolist()[::2] == [-1, -1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of a NaN
+@IMPLEMENTATIONS
+def test_temperatures_that_are_no_numbers(implementation) -> None:
+    """At an infinite one all that is not -inf is alike; at NaN a row is as at 0."""
+    logits = torch.full((2, 40), -INF)
+    logits[:, 10:20] = torch.randn(10)
+    temperatures = torch.tensor([INF, float("nan")])
+    kept = filtered(implementation, logits, [0, 3], [0.45, 0.1], [0.9, 0.9], temperatures.tolist())
+    assert torch.nonzero(kept[0])[:, 0].tolist() == logits[0].topk(5).indices.sort().values.tolist()
+    assert torch.equal(kept[1], logits[1] != -INF)
+    tokens = [
+        drawn(implementation, logits, temperatures, torch.tensor([seed, seed]), torch.arange(2))
+        for seed in range(20)
+    ]
+    assert {row[1].item() for row in tokens} == {logits[1].argmax().item()}
+    hot = {row[0].item() for row in tokens}
+    assert len(hot) > 4 and hot <= set(range(10, 20))
+    order = torch.arange(2)
+    seeds = order * 0 + 3
+    hot_twice = torch.tensor([INF, INF])
+    expected = reference.sample(logits, hot_twice, seeds, order)
+    assert torch.equal(drawn(implementation, logits, hot_twice, seeds, order), expected)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 200])
