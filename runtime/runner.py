@@ -78,6 +78,7 @@ class ModelRunner:
         rows = sampling_rows(seq_group_metadata_list)
         Snapshots.of(seq_group_metadata_list).check_current(generation_of)
         if self._shadow is not None:
+            self.mover.check(blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy)
             self._shadow.check_step(
                 seq_group_metadata_list, blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy
             )

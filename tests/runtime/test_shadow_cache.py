@@ -128,6 +128,17 @@ def test_a_block_that_nobody_wrote_and_the_null_block(shadow) -> None:
         shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 0])}, 6, 1)])
 
 
+def test_blocks_that_are_none(shadow) -> None:
+    """A negative id would be looked up from the end. Nothing has changed afterwards."""
+    for bad in ({"blocks_to_copy": [(1, 10)]}, {"blocks_to_swap_out": [(1, -1)]}):
+        with pytest.raises(ValueError, match=next(iter(bad)) + r": expected blocks in \[0, "):
+            shadow.check_step([], blocks_to_swap_in=[(0, 1)], **bad)
+    for table, message in (([1, -8], r"\[1, 10\), got \[-8"), ([1, 10], "got"), ([1], "2 entries")):
+        with pytest.raises(MetadataError, match="block_tables: sequence 0: expected .*" + message):
+            shadow.check_step([snapshot({0: ([*PROMPT, 11], table)}, 6, 1)])
+    shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)])
+
+
 def test_a_window_frees_what_it_does_not_see(shadow) -> None:
     row = {0: ([*PROMPT, 11], [0, 2])}
     shadow.check_step([snapshot(row, 6, 1, sliding_window=3)])
