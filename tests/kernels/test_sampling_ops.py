@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from octavo.kernels import cpu, penalties, reference, sampling, top_k_top_p
 from octavo.kernels.cpu.sampling import _exponential, philox_words
@@ -327,6 +329,23 @@ def test_small_exponentials_keep_their_digits() -> None:
     exact = torch.tensor([-math.log1p(-(word + 0.5) / 2**32) for word in words.tolist()])
     torch.testing.assert_close(_exponential(words)[:-2], exact[:-2], rtol=3e-7, atol=0)
     assert _exponential(words).isfinite().all() and (_exponential(words) > 0).all()
+
+
+@triton.jit
+def _exponential_kernel(out_ptr, words_ptr, COUNT: tl.constexpr):
+    places = tl.arange(0, COUNT)
+    words = tl.load(words_ptr + places).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + places, sampling.exponential(words))
+
+
+def test_the_kernel_knows_small_exponentials_too() -> None:
+    """Over all magnitudes, and on both sides of where the series ends."""
+    words = [int(2 ** (bits / 8)) for bits in range(254)] + [2**26 - 1, 2**26]
+    out = torch.empty(256, device=DEVICE)
+    bits = torch.tensor(words).int().to(DEVICE)
+    _exponential_kernel[(1,)](out, bits, COUNT=256)
+    exact = torch.tensor([-math.log1p(-(word + 0.5) / 2**32) for word in words])
+    torch.testing.assert_close(out.cpu(), exact, rtol=4e-6, atol=0)
 
 
 def surprise(observed: torch.Tensor, probabilities: torch.Tensor) -> float:

@@ -5,8 +5,7 @@ Everything runs as in a step of the engine: snapshots, launch arguments, runner 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np

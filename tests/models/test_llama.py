@@ -150,7 +150,7 @@ def test_attention_rotates_on_the_way_to_the_cache(dtype: torch.dtype) -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert results[0][1].any()
     for half in ((k, None), (None, v)):  # what was written is not known, so nothing may be read
-        with pytest.raises(ValueError, match="expected a tensor with [kv], or neither, got None"):
+        with pytest.raises(ValueError, match=r"expected a tensor with [kv], or neither, got None"):
             attention(q, *half, args, pool)
 
 

@@ -323,6 +323,20 @@ def test_on_a_cpu_moves_are_done_when_the_call_returns() -> None:
     mover.synchronize()
 
 
+def test_synchronize_waits_for_both_streams(monkeypatch) -> None:
+    """The side stream may be behind: nobody has waited for a swap-out yet."""
+    run = Run(BlockMover, 0)
+    waited = []
+    monkeypatch.setattr(SimulatedEvent, "synchronize", lambda event: waited.append(event))
+    run.mover.move(swap_out=[(1, 0)], copies=[(2, 3)])
+    run.mover.synchronize()
+    assert not any(event.passed for event in waited)
+    run.streams.advance(only=run.streams.compute)
+    run.streams.advance(only=run.streams.side)
+    assert len(waited) == 2 and all(event.passed for event in waited)
+    assert waited[0] is not waited[1] and number(run.host, 0) == 1
+
+
 def test_staging_keeps_what_is_read_and_grows_for_long_lists() -> None:
     staging, slow = Staging(pin_memory=False), SimulatedEvent()
     first = staging.take(3)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from octavo.runtime import memory
 from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.memory import (
     CudaMemoryMeter,
@@ -166,6 +167,21 @@ def test_the_run_measures_the_whole_step() -> None:
     model = CountingModel()
     model.PER_TOKEN = 0
     assert measure_largest_step(model, pool, model, **LIMITS) == model.WEIGHTS + 8 * 4 * 32
+
+
+def test_the_run_samples_with_all_filters(monkeypatch) -> None:
+    """They sort the logits of every row, which takes more memory than the logits."""
+    asked = []
+    real = memory.sample
+    monkeypatch.setattr(
+        memory, "sample", lambda logits, rows: asked.append(rows) or real(logits, rows)
+    )
+    model, pool = CountingModel(), KVPool(2, [LayerKV(1, 8, torch.float32)], 4)
+    measure_largest_step(model, pool, model, **LIMITS)
+    (rows,) = asked
+    assert all(len(column) == 8 for column in rows)
+    filters = (rows.temperature > 0) & (rows.top_k > 0) & (rows.top_p < 1) & (rows.min_p > 0)
+    assert filters.all()
 
 
 @pytest.mark.gpu

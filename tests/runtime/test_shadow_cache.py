@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -230,6 +231,13 @@ def test_an_encoder_is_not_a_prefix(translating) -> None:
         translating.check_step(
             [crossing(SOURCE[:4], [3], request="s", decoder=[1, 2], table=[9], computed=0, chunk=2)]
         )
+
+
+def test_an_encoder_under_an_adapter_is_another(translating) -> None:
+    """Its keys and values are made of other weights."""
+    row = crossing(SOURCE, [3, 4], decoder=[1, 2], table=[9], computed=0, chunk=2)
+    with pytest.raises(MetadataError, match=r"cross_block_table: encoder: .* token 0 in block 3"):
+        translating.check_step([msgspec.structs.replace(row, lora_request="x")])
 
 
 def test_an_encoder_that_was_never_run(translating) -> None:
