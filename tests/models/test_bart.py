@@ -285,6 +285,8 @@ def test_rows_without_an_encoder_attend_to_nothing(backend) -> None:
     layer = CrossAttention(4, 2, 8, layer=0)
     q, k, v = torch.randn(15, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     out = layer(q, k, v, args, pool)
+    small = KVPool(12, [LayerKV(2, 8, torch.int8, scale_per_token_head=True)], BLOCK_SIZE)
+    torch.testing.assert_close(layer(q, k, v, args, small), out, rtol=0, atol=0.05)
     later = replace(args, cross_slot_mapping=None)
     assert torch.equal(layer(q, None, None, later, pool), out), "later steps read what was written"
     with pytest.raises(ValueError, match="k: expected a tensor in a step with encoder tokens"):
