@@ -215,7 +215,7 @@ def test_bad_scale_caches_are_refused(implementation, k_scale, v_scale, message)
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_program_that_does_not_fill_its_tile(tokens, dtype) -> None:
-    """Between two programs no token is left out, and none is written by both; the memory guard sees that."""
+    """Between two programs no token is left out, and what lies past the end of the slots is not touched."""
     k, slots = torch.randn(11, 3, 8) * 20, torch.randperm(24)[:11]
     slots[4] = -1
     caches = [torch.zeros(6, 4, 3, 8).to(dtype) for _ in range(4)]
