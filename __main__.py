@@ -192,7 +192,7 @@ def report(
         raise typer.Exit(2) from error
     tables = Console(highlight=False)
     if not tables.is_terminal:
-        tables.width = 200  # nothing is folded in a file
+        tables.width = 400  # nothing is folded or cut short in a file
     failed = False
     for name in targets:
         rows = []

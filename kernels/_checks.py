@@ -6,6 +6,7 @@ Each failure is a ValueError that names the argument, what was expected and what
 
 from __future__ import annotations
 
+import bisect
 import functools
 
 import torch
@@ -236,6 +237,9 @@ def check_key_value(
     check_last_axis_contiguous("k", k)
     check_last_axis_contiguous("v", v)
     _, heads, head_size = k.shape
+    for name, x in (("k", k), ("v", v)):
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name}: expected heads of one number or more, got {list(x.shape)}")
     dtype = k_cache.dtype if k_cache.dtype in QUANTISED_DTYPES else k.dtype
     check_caches(
         k_cache,
@@ -255,33 +259,70 @@ def check_key_value(
         )
 
 
-def check_block_pairs(src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Check (source, destination) block ids, which are host integers, before anything moves.
+def check_block_pairs(
+    src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: torch.Tensor, name: str = "pairs"
+) -> None:
+    """Check (source, destination) block ids, which are host integers, before anything moves. `name` is that of the pairs.
 
-    The pairs are copied in no particular order. So no two may have one destination, and within one pool no destination
-    may be a source.
+    The pairs are copied in no particular order. So no two may have one destination, and no destination may be memory of
+    a source: within one pool, and where two pools are views of one tensor.
     """
     check_tensor("dst_pool", dst_pool, shape=(None, *src_pool.shape[1:]), dtype=src_pool.dtype)
-    check_tensor("pairs", pairs, shape=(None, 2), dtype=torch.int64, device=torch.device("cpu"))
-    for pool in (src_pool, dst_pool):
-        if pool.shape[0] > 0 and not pool[0].is_contiguous():
-            raise ValueError(f"pool: expected contiguous blocks, got strides {list(pool.stride())}")
+    check_tensor(name, pairs, shape=(None, 2), dtype=torch.int64, device=torch.device("cpu"))
+    one_pool = src_pool is dst_pool
+    for pool, of in ((src_pool, "src_pool"), (dst_pool, "dst_pool")):
+        _check_blocks("pool" if one_pool else of, pool)
     sources, destinations = pairs[:, 0].tolist(), pairs[:, 1].tolist()
-    for name, ids, pool in (("source", sources, src_pool), ("destination", destinations, dst_pool)):
+    for side, ids, pool in (("source", sources, src_pool), ("destination", destinations, dst_pool)):
         for block in ids:
             if not 0 <= block < pool.shape[0]:
                 raise ValueError(
-                    f"pairs: expected a {name} block in [0, {pool.shape[0]}), got {block}"
+                    f"{name}: expected a {side} block in [0, {pool.shape[0]}), got {block}"
                 )
     if len(set(destinations)) < len(destinations):
-        raise ValueError("pairs: expected each destination block once")
-    if src_pool.data_ptr() == dst_pool.data_ptr() and not set(destinations).isdisjoint(sources):
-        raise ValueError("pairs: expected no destination block that is also a source")
+        twice = sorted({block for block in destinations if destinations.count(block) > 1})
+        raise ValueError(f"{name}: expected each destination block once, got {twice} again")
+    if both := _overwritten_sources(src_pool, dst_pool, sources, destinations):
+        raise ValueError(f"{name}: expected no destination block that is also a source, got {both}")
+
+
+def _check_blocks(name: str, pool: torch.Tensor) -> None:
+    """Require blocks that are one run of memory each and share none."""
+    if pool.shape[0] == 0:
+        return
+    size = pool[0].numel()
+    if not pool[0].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size):
+        raise ValueError(
+            f"{name}: expected contiguous blocks that do not overlap, got strides {list(pool.stride())}"
+        )
+
+
+def _overwritten_sources(
+    src_pool: torch.Tensor, dst_pool: torch.Tensor, sources: list[int], destinations: list[int]
+) -> list[int]:
+    """The destination blocks that share memory with a source block."""
+    if not destinations:
+        return []
+    if src_pool.untyped_storage().data_ptr() != dst_pool.untyped_storage().data_ptr():
+        return []
+    if src_pool.data_ptr() == dst_pool.data_ptr() and src_pool.stride() == dst_pool.stride():
+        return sorted(set(sources).intersection(destinations))
+    size = src_pool[0].numel()
+    starts = sorted(src_pool.storage_offset() + block * src_pool.stride(0) for block in sources)
+    both = []
+    for block in destinations:
+        start = dst_pool.storage_offset() + block * dst_pool.stride(0)
+        nearest = bisect.bisect_right(starts, start - size)  # of those that end behind `start`
+        if nearest < len(starts) and starts[nearest] < start + size:
+            both.append(block)
+    return sorted(both)
 
 
 def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
     """Check the arguments of the RMS norms."""
     check_tensor("x", x, dtype=FLOAT_DTYPES)
+    if x.dim() == 0:
+        raise ValueError("x: expected at least one axis, got []")
     check_last_axis_contiguous("x", x)
     check_tensor("weight", weight, shape=(x.shape[-1],), dtype=x.dtype, device=x.device)
     check_last_axis_contiguous("weight", weight)

@@ -22,20 +22,21 @@ from ._checks import check_block_pairs, multiprocessors
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@triton.jit
+# Nothing about the number of pairs may choose a variant: a new one must not compile.
+@triton.jit(do_not_specialize=["num_parts", "part_tiles"])
 def _copy_blocks_kernel(
-    dst_ptr, src_ptr, pairs_ptr, block_words, num_parts, dst_stride_block, src_stride_block,
-    TILE: tl.constexpr, PART: tl.constexpr,
+    dst_ptr, src_ptr, pairs_ptr, block_words, num_parts, part_tiles, dst_stride_block, src_stride_block,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_pairs * num_parts,); a part is PART words, the last one of a block may be shorter."""
+    """Grid (num_pairs * num_parts,); a part is part_tiles tiles, the last one of a block may be shorter."""
     program = tl.program_id(0)
     pair = program // num_parts
-    first = (program - pair * num_parts) * PART
+    first = (program - pair * num_parts) * part_tiles * TILE
     source = tl.load(pairs_ptr + pair.to(tl.int64) * 2)  # int64
     destination = tl.load(pairs_ptr + pair.to(tl.int64) * 2 + 1)
     src_ptr += source * src_stride_block
     dst_ptr += destination * dst_stride_block
-    for start in range(first, tl.minimum(first + PART, block_words), TILE):
+    for start in range(first, tl.minimum(first + part_tiles * TILE, block_words), TILE):
         words = start + tl.arange(0, TILE)
         mask = words < block_words
         tl.store(dst_ptr + words, tl.load(src_ptr + words, mask=mask, other=0), mask=mask)
@@ -64,7 +65,7 @@ def plan_copy_blocks(*, block_words: int, num_pairs: int, num_sms: int) -> CopyP
 
 def as_words(pool: torch.Tensor, word_bytes: int) -> torch.Tensor:
     """The pool as [num_blocks, block_words] of a word type, sharing its memory."""
-    return pool.flatten(1).view(_WORD_DTYPES[word_bytes])
+    return pool.unsqueeze(-1).flatten(1).view(_WORD_DTYPES[word_bytes])
 
 
 def widest_word(*pools: torch.Tensor) -> int:
@@ -99,10 +100,10 @@ def launch_copy(
         pairs_ptr=pairs.contiguous().to(device, non_blocking=True),
         block_words=block_words,
         num_parts=num_parts,
+        part_tiles=plan.part_tiles,
         dst_stride_block=dst.stride(0),
         src_stride_block=src.stride(0),
         TILE=plan.tile_words,
-        PART=plan.tile_words * plan.part_tiles,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         enable_fp_fusion=True,

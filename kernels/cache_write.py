@@ -2,8 +2,9 @@
 
     k_cache[slot // block_size, slot % block_size] = rounded(k[i] / k_scale),   slot = slot_mapping[i] >= 0;   v likewise
 
-In the cache's own dtype that is a copy. Program i owns TOKENS neighbouring tokens, all heads of K and V. Quantised caches
-have a kernel of their own, the rows of whose tile are one head of one token each: a row has one scale, given or, with
+In the cache's own dtype that is a copy. Program i owns `tokens` neighbouring tokens, all heads of K and V, in a tile that may be
+longer: its size is part of the compiled code, which must not depend on how many tokens there are. Quantised caches have a
+kernel of their own, the rows of whose tile are one head of one token each: a row has one scale, given or, with
 scale caches (`_quantise`), found and written to k_scale[slot // block_size, slot % block_size].
 
 Bytes moved: num_slots * (num_kv_heads * (head_size + head_size_v) * (element_size + cache_element_size) + 8)
@@ -44,18 +45,20 @@ def _copy_tokens(
 
 
 # Nothing about the number of tokens may choose a variant: a new batch size must not compile.
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "program_tokens"])
 def _reshape_and_cache_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, num_slots, num_kv_heads,
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_mapping_ptr, num_slots, program_tokens, num_kv_heads,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
     v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr,
     FEATURES: tl.constexpr, FEATURES_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Into a cache of the dtype of k and v. Grid (cdiv(num_slots, TOKENS),)."""
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_slots, other=-1)  # int64
+    """Into a cache of the dtype of k and v. Grid (cdiv(num_slots, program_tokens),)."""
+    own = tl.arange(0, TOKENS)
+    tokens = tl.program_id(0).to(tl.int64) * program_tokens + own
+    is_own = (own < program_tokens) & (tokens < num_slots)
+    slots = tl.load(slot_mapping_ptr + tokens, mask=is_own, other=-1)  # int64
     _copy_tokens(
         k_cache_ptr, k_ptr, tokens, slots, k_stride_token, k_stride_head,
         k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head, num_kv_heads, BLOCK_SIZE, HEAD_SIZE, FEATURES,
@@ -95,10 +98,11 @@ def _quantise_rows(
 
 
 @triton.jit(
-    do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"]
+    do_not_specialize=["num_slots", "program_tokens"],
+    do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"],
 )
 def _quantise_and_cache_kernel(
-    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, k_ptr, v_ptr, slot_mapping_ptr, num_slots, num_kv_heads,
+    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, k_ptr, v_ptr, slot_mapping_ptr, num_slots, program_tokens, num_kv_heads,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
     v_cache_stride_block, v_cache_stride_slot, v_cache_stride_head,
@@ -107,11 +111,13 @@ def _quantise_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_SIZE_V: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(num_slots, TOKENS),); row r of a tile is head r % HEADS of token r // HEADS."""
+    """Grid (cdiv(num_slots, program_tokens),); row r of a tile is head r % HEADS of token r // HEADS."""
     rows = tl.arange(0, TOKENS * HEADS)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
+    own = rows // HEADS
+    tokens = tl.program_id(0).to(tl.int64) * program_tokens + own
     heads = rows % HEADS
-    slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_slots, other=-1)  # int64
+    is_own = (own < program_tokens) & (tokens < num_slots)
+    slots = tl.load(slot_mapping_ptr + tokens, mask=is_own, other=-1)  # int64
     _quantise_rows(
         k_cache_ptr, k_scale_ptr, k_ptr, tokens, slots, heads, num_kv_heads, k_stride_token, k_stride_head,
         k_cache_stride_block, k_cache_stride_slot, k_cache_stride_head,
@@ -161,18 +167,19 @@ def write_operands(
 class CacheWritePlan:
     """Launch choices of one cache write."""
 
-    tokens: int  # tokens of one program, a power of two
+    tile_tokens: int  # that a program has room for, a power of two
+    tokens: int  # of one program, at most that many
     num_warps: int
 
 
 def plan_reshape_and_cache(*, num_slots: int, features: int, num_sms: int) -> CacheWritePlan:
-    """Tiles of up to 4096 elements (at four warps, four 16-byte loads a thread), smaller where programs would be few.
+    """Tiles of up to 4096 elements (at four warps, four 16-byte loads a thread), not full where programs would be few.
 
-    Two programs per multiprocessor are worth more than large tiles: a decode step writes one token per sequence.
+    Two programs per multiprocessor are worth more than full tiles: a decode step writes one token per sequence.
     """
-    largest = max(1, 4096 // triton.next_power_of_2(features))
-    wanted = max(1, num_slots // (2 * num_sms))
-    return CacheWritePlan(tokens=min(largest, triton.next_power_of_2(wanted)), num_warps=4)
+    tile_tokens = max(1, 4096 // triton.next_power_of_2(features))
+    tokens = max(1, min(tile_tokens, num_slots // (2 * num_sms)))
+    return CacheWritePlan(tile_tokens, tokens, num_warps=4)
 
 
 def reshape_and_cache(
@@ -219,7 +226,8 @@ def reshape_and_cache(
     kernel[(triton.cdiv(num_slots, plan.tokens),)](
         **operands,
         **tile,
-        TOKENS=plan.tokens,
+        program_tokens=plan.tokens,
+        TOKENS=plan.tile_tokens,
         num_warps=plan.num_warps,
         enable_fp_fusion=True,
     )

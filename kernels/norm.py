@@ -20,7 +20,8 @@ import triton.language as tl
 from ._checks import check_norm
 
 
-@triton.jit
+# Nothing about the number of rows may choose a variant: a new batch size must not compile.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     out_ptr, new_residual_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows,
     x_stride_row, residual_stride_row,
@@ -52,10 +53,10 @@ class NormPlan:
     num_warps: int
 
 
-def plan_rms_norm(*, num_rows: int, size: int) -> NormPlan:
-    """One row a program, except short rows, which share one; a warp per 512 elements (16-byte loads, two a thread)."""
+def plan_rms_norm(*, size: int) -> NormPlan:
+    """One row a program, except short rows, which share one, however many there are; a warp per 512 elements (16-byte loads, two a thread)."""
     dim = triton.next_power_of_2(size)
-    rows = max(1, min(1024 // dim, triton.next_power_of_2(num_rows)))
+    rows = max(1, 1024 // dim)
     return NormPlan(rows, num_warps=max(1, min(16, rows * dim // 512)))
 
 
@@ -67,7 +68,7 @@ def _launch(x, residual, weight, eps, unit_offset, plan):
     if num_rows == 0:
         return out, new_residual
     if plan is None:
-        plan = plan_rms_norm(num_rows=num_rows, size=size)
+        plan = plan_rms_norm(size=size)
     x = x.reshape(num_rows, size)
     residual = None if residual is None else residual.reshape(num_rows, size)
     _rms_norm_kernel[(triton.cdiv(num_rows, plan.rows),)](

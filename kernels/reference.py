@@ -326,7 +326,8 @@ def kept_tokens(
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if 0 < top_k < len(order):
         order = order[:top_k]
-    weights = [math.exp((values[token] - values[order[0]]) / temperature) for token in order]
+    heat = min(temperature, 1e30)  # -inf / inf is no number
+    weights = [math.exp((values[token] - values[order[0]]) / heat) for token in order]
     if top_p < 1:
         target, before, kept = top_p * math.fsum(weights), 0.0, 0
         while kept < len(order) and (kept == 0 or before < target):
@@ -343,7 +344,7 @@ def apply_top_k_top_p_min_p(
     out = logits.double().clone()
     for row in range(out.shape[0]):
         temperature = 1.0 if temperatures is None else float(temperatures[row])
-        if temperature > 0 and out[row].max().isfinite():
+        if temperature > 0 and out[row].max().isfinite():  # `max` is NaN where any logit is
             filters = int(top_k[row]), float(top_p[row]), float(min_p[row])
             dropped = torch.ones(out.shape[1], dtype=torch.bool)
             dropped[kept_tokens(logits[row], *filters, temperature)] = False
@@ -370,7 +371,9 @@ def sampling_scores(logits: Tensor, temperature: float, seed: int, step: int) ->
     for token, value in enumerate(values):
         counter = 1024 * (token // 4096) + token % 1024, 0, step % 2**32, (step >> 32) % 2**32
         uniform = (philox(counter, key)[token // 1024 % 4] + 0.5) / 2**32
-        scores.append((value - max(values)) / temperature - math.log(-math.log1p(-uniform)))
+        scores.append(
+            (value - max(values)) / min(temperature, 1e30) - math.log(-math.log1p(-uniform))
+        )
     return scores
 
 

@@ -124,7 +124,7 @@ class RotaryPlan:
 def plan_rotary_embedding(*, num_q_heads: int, rotary_size: int) -> RotaryPlan:
     """A warp and up to 1024 elements a program: in either half of a head a lane then has 16 bytes, also of 64 lanes."""
     width = triton.next_power_of_2(rotary_size)
-    heads = min(triton.next_power_of_2(num_q_heads), max(1, 1024 // width))
+    heads = min(triton.next_power_of_2(max(1, num_q_heads)), max(1, 1024 // width))
     return RotaryPlan(heads, num_warps=max(1, heads * width // 1024))
 
 

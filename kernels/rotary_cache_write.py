@@ -143,7 +143,7 @@ def plan_rope_and_cache(*, num_q_heads: int, num_kv_heads: int, head_size: int) 
     width = triton.next_power_of_2(head_size)
     heads = max(triton.next_power_of_2(num_kv_heads), 1024 // width)
     return RopeAndCachePlan(
-        q_heads=min(triton.next_power_of_2(num_q_heads), heads),
+        q_heads=min(triton.next_power_of_2(max(1, num_q_heads)), heads),
         num_warps=max(1, min(8, heads * width // 1024)),
     )
 

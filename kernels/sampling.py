@@ -69,7 +69,8 @@ def _sample_kernel(
     temperature = tl.load(temperatures_ptr + row)
     is_finite = (tl.abs(peak) < float("inf")) & (tl.max(is_nan, axis=0) == 0)
     if (temperature > 0) & is_finite:
-        heat = tl.maximum(temperature, 1e-30)  # 0 / 0 if it were subnormal and flushed
+        # 0 / 0 if it were subnormal and flushed, and of -inf / inf
+        heat = tl.minimum(tl.maximum(temperature, 1e-30), 1e30)
         seed, step = tl.load(seeds_ptr + row), tl.load(steps_ptr + row)
         lanes = tl.arange(0, _LANES)
         zero = lanes * 0

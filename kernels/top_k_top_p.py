@@ -138,16 +138,19 @@ def _apply_top_k_top_p_min_p_kernel(
     if temperatures_ptr is not None:
         heat = tl.load(temperatures_ptr + row)
     is_filtered = by_k | by_p | (min_p > 0.0)
-    if (is_filtered == 0) | (heat <= 0.0):
+    if (is_filtered == 0) | ((heat > 0.0) == 0):
         return
     row_ptr = logits_ptr + row * logits_stride_row
     best = tl.full([TILE], float("-inf"), tl.float32)
+    is_nan = tl.zeros([TILE], tl.int32)
     for start in range(0, vocab, TILE):
-        best = tl.maximum(best, _load(row_ptr, start + tl.arange(0, TILE), vocab))
+        x = _load(row_ptr, start + tl.arange(0, TILE), vocab)
+        best = tl.maximum(best, x)
+        is_nan |= (x != x).to(tl.int32)
     peak = tl.max(best, axis=0)
-    if tl.abs(peak) == float("inf"):
-        return
-    rate = _LOG2_E / tl.maximum(heat, 1e-30)  # finite
+    if (tl.abs(peak) == float("inf")) | (tl.max(is_nan, axis=0) != 0):
+        return  # nothing may hide from `sample` that the row is bad
+    rate = _LOG2_E / tl.minimum(tl.maximum(heat, 1e-30), 1e30)  # finite, and not 0
     ceiling = _key(peak).to(tl.int64) + 1
     floor = tl.full([], _LOWEST, tl.int64)
     ties = tl.full([], 0, tl.int32)
@@ -241,8 +244,8 @@ def apply_top_k_top_p_min_p(
     top_p         [num_rows] fp32     >= 1: off. The most likely token always stays
     min_p         [num_rows] fp32     <= 0: off
     temperatures  [num_rows] fp32     that the row is to be drawn at; <= 0: the row is left alone. None: 1
-    Weights are added in fp32: top-p may keep one token more or less where the sum is within rounding of p. A row whose
-    largest logit is infinite is left alone.
+    Weights are added in fp32: top-p may keep one token more or less where the sum is within rounding of p. A row that
+    has a NaN, or whose largest logit is infinite, is left alone.
     Raises ValueError naming the argument, what was expected and what came.
     """
     check_filters(logits, top_k, top_p, min_p, temperatures)

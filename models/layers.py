@@ -157,7 +157,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _check_groups(num_heads: int, num_kv_heads: int) -> None:
-    if num_heads % num_kv_heads:
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
         )
@@ -205,6 +205,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         (k_cache, v_cache), (k_scale, v_scale) = kv.layer(self.layer), kv.scales(self.layer)
         slots = args.slot_mapping
+        if (k is None) != (v is None):
+            missing, other = ("k", "v") if k is None else ("v", "k")
+            raise ValueError(f"{missing}: expected a tensor with {other}, or neither, got None")
         if k is None or v is None:
             if rotary is not None:
                 raise ValueError(
@@ -272,6 +275,12 @@ class CrossAttention(nn.Module):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, args: LaunchArgs, kv: KVPool
     ) -> Tensor:
         (k_cache, v_cache), (k_scale, v_scale) = kv.layer(self.layer), kv.scales(self.layer)
+        for name, x in (("k", k), ("v", v)):
+            if (x is None) != (args.cross_slot_mapping is None):
+                wanted = "None in a step without" if x is not None else "a tensor in a step with"
+                raise ValueError(
+                    f"{name}: expected {wanted} encoder tokens, got {'one' if x is not None else 'None'}"
+                )
         if k is not None and v is not None and args.cross_slot_mapping is not None:
             kernels.reshape_and_cache(
                 k, v, k_cache, v_cache, args.cross_slot_mapping, k_scale, v_scale

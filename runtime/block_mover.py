@@ -20,6 +20,7 @@ The host never waits. Pairs cross to the device from pinned buffers, each used a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -46,6 +47,10 @@ class BlockMover:
         costs: SwapCosts = PUBLIC_FIGURES,
         streams: tuple[Stream, Stream] | None = None,
     ) -> None:
+        if host_pool is not None and _block_geometry(host_pool) != _block_geometry(pool):
+            raise ValueError(
+                f"host_pool: expected blocks of the pool's {_block_geometry(pool)}, got {_block_geometry(host_pool)}"
+            )
         self.pool = pool
         self.host_pool = host_pool
         self._costs = costs
@@ -66,13 +71,9 @@ class BlockMover:
         written   device blocks to which the step itself will write; not looked at when nobody depends on it
         Raises ValueError naming the argument, what was expected and what came, before anything moves.
         """
-        if not (swap_out or swap_in or copies or self._departing):
+        if not (len(swap_out) or len(swap_in) or len(copies) or self._departing):
             return  # most steps
-        out, in_, copied = (
-            torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
-            for pairs in (swap_out, swap_in, copies)
-        )
-        self._check(out, in_, copied)
+        out, in_, copied = self.check(swap_out, swap_in, copies)
         if len(out):
             self._swap_out(out)
         if len(in_):
@@ -87,18 +88,28 @@ class BlockMover:
         self._side.record().synchronize()
         self._compute.record().synchronize()
 
-    def _check(self, out: torch.Tensor, in_: torch.Tensor, copied: torch.Tensor) -> None:
-        if len(out) or len(in_):
-            if self.host_pool is None:
-                raise ValueError("blocks_to_swap: expected none without a host pool")
-            check_block_pairs(self.pool.data, self.host_pool.data, out)
-            check_block_pairs(self.host_pool.data, self.pool.data, in_)
+    def check(
+        self, swap_out: Pairs = (), swap_in: Pairs = (), copies: Pairs = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The moves as int64 [n, 2] each. Raises what `move` would, and moves nothing."""
+        out, in_, copied = (
+            _as_tensor(name, pairs)
+            for name, pairs in (("swap_out", swap_out), ("swap_in", swap_in), ("copies", copies))
+        )
+        for name, swapped in (("swap_out", out), ("swap_in", in_)):
+            if self.host_pool is None and len(swapped):
+                raise ValueError(
+                    f"{name}: expected none without a host pool, got {swapped.tolist()}"
+                )
+        if self.host_pool is not None:
+            check_block_pairs(self.pool.data, self.host_pool.data, out, "swap_out")
+            check_block_pairs(self.host_pool.data, self.pool.data, in_, "swap_in")
             if both := set(out[:, 1].tolist()).intersection(in_[:, 0].tolist()):
                 raise ValueError(
-                    "blocks_to_swap_out: expected no host block that a swap-in of the same step reads, got "
-                    f"{sorted(both)}"
+                    f"swap_out: expected no host block that a swap-in of the same step reads, got {sorted(both)}"
                 )
-        check_block_pairs(self.pool.data, self.pool.data, copied)
+        check_block_pairs(self.pool.data, self.pool.data, copied, "copies")
+        return out, in_, copied
 
     def _swap_out(self, pairs: torch.Tensor) -> None:
         assert self.host_pool is not None
@@ -153,6 +164,22 @@ class BlockMover:
                 self._compute.wait(done)
                 del self._departing[: last + 1]
                 return
+
+
+def _block_geometry(pool: KVPool) -> str:
+    """What a block's bytes mean."""
+    return f"{pool.block_bytes} bytes, {pool.block_size} tokens, {pool.layout.value}, layers {pool.layers}"
+
+
+def _as_tensor(name: str, pairs: Pairs) -> torch.Tensor:
+    """int64 [n, 2]. What is not a pair of integers would become one without a word."""
+    try:
+        ids = [(operator.index(source), operator.index(target)) for source, target in pairs]
+        return torch.tensor(ids, dtype=torch.int64).view(-1, 2)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}: expected (source, destination) block ids, got {pairs!r:.80}"
+        ) from error
 
 
 class Staging:

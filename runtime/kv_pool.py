@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels._checks import FLOAT_DTYPES, QUANTISED_DTYPES
+
 _PART_ALIGNMENT = 16
 _BLOCK_ALIGNMENT = 128
 
@@ -56,12 +58,23 @@ class LayerKV:
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_size", "head_size_v"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {value}")
+            if value is not None or name != "head_size_v":
+                _check_count(name, value)
+        if self.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
+            raise ValueError(
+                f"dtype: expected one that the kernels read, of 8, 16 or 32 bits, got {self.dtype!r}"
+            )
         if self.scale_per_token_head and self.dtype.itemsize != 1:
             raise ValueError(
                 f"scale_per_token_head: expected False unless dtype is an 8-bit one, got {self.dtype}"
             )
+
+
+def _check_count(name: str, value: object, least: int = 1, what: str = "1 or more") -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected {what}, got {value}")
 
 
 # A layer's own keys and values, or the index of an earlier layer whose it reads
@@ -84,10 +97,9 @@ class KVPool:
         layout: KVLayout = KVLayout.NHD,
         pin_memory: bool = False,
     ) -> None:
-        if num_blocks < 2:
-            raise ValueError(
-                f"num_blocks: expected the null block and at least one more, got {num_blocks}"
-            )
+        _check_count("num_blocks", num_blocks, 2, "the null block and at least one more")
+        if not isinstance(layout, KVLayout):
+            raise ValueError(f"layout: expected a KVLayout, got {layout!r}")
         parts, num_bytes = _place(layers, block_size)
         self.layers = tuple(layers)
         self.layout = layout
@@ -158,17 +170,16 @@ class _Parts(NamedTuple):
 
 def _place(layers: Layers, block_size: int) -> tuple[list[_Parts], int]:
     """Where each layer's parts lie in a block, and the block's size in bytes."""
-    if block_size < 1:
-        raise ValueError(f"block_size: expected 1 or more, got {block_size}")
+    _check_count("block_size", block_size)
     if not layers:
         raise ValueError("layers: expected at least one, got none")
     placed: list[_Parts] = []
     end = 0
     for index, layer in enumerate(layers):
-        if isinstance(layer, int):
-            if not 0 <= layer < index:
+        if not isinstance(layer, LayerKV):
+            if type(layer) is not int or not 0 <= layer < index:
                 raise ValueError(
-                    f"layers: expected a LayerKV or an earlier layer's index, got {layer} for layer {index}"
+                    f"layers: expected a LayerKV or an earlier layer's index, got {layer!r} for layer {index}"
                 )
             placed.append(placed[layer])
             continue

@@ -73,7 +73,16 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) > 2**25 else f"{num_bytes} bytes"
 
 
-def free_cpu_memory() -> int:
+def free_cpu_memory(meminfo: str = "/proc/meminfo") -> int:
+    """What can be had without swapping: what is unused, and the pages of files that can be read again.
+
+    Right after a model was read most of the memory may be such pages.
+    """
+    if os.path.exists(meminfo):
+        with open(meminfo) as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

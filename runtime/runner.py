@@ -164,15 +164,15 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, step: _Step) -> SamplerOutput:
         if self._adapters is not None:
-            self._adapters.move_in(
-                step.entering
-            )  # even if the step then fails: they count as being there
+            # even if the step then fails: they count as being there
+            self._adapters.move_in(step.entering)
         before = step.before
         drawn = None if before is None else before.result()  # it ran before this one began
         if self._shadow is not None:
             snapshots = step.snapshots
             if before is not None and drawn is not None:
                 snapshots = with_drawn(snapshots, before.snapshots, drawn)
+            self.mover.check(*step.moves)  # what the mover refuses would stay in the shadow
             self._shadow.check_step(snapshots, *step.moves)
         self.mover.move(*step.moves, blocks_written(step.snapshots, self.pool.block_size))
         args = step.args

@@ -5,8 +5,8 @@ row's own prefix. A shadow of the pool remembers for each slot the digest of the
 step is launched the shadow makes the step's moves and writes, and asks whether each row will then read its own tokens.
 An encoder's tokens see one another, so a slot of a cross block is right when it was written for the same place in the
 same input; and what a decoder keeps of its own tokens depends on the encoder's too.
-The content of the real pool is never looked at: it costs hashing the new tokens and one comparison of integers per
-token in sight.
+The content of the real pool is never looked at: it costs hashing the new tokens, one comparison of integers per
+token in sight, and a copy of the shadow, 8 bytes for each slot of the pools.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ShadowCache:
         token, or nothing, once all rows have written.
         """
         device, host = self._device.copy(), self._host.copy()
-        _move(device, host, blocks_to_swap_out)
-        _move(host, device, blocks_to_swap_in)
-        _move(device, device, blocks_to_copy)
+        _move("blocks_to_swap_out", device, host, blocks_to_swap_out)
+        _move("blocks_to_swap_in", host, device, blocks_to_swap_in)
+        _move("blocks_to_copy", device, device, blocks_to_copy)
         slots = device.reshape(-1)
         reads = []
         for metadata in seq_group_metadata_list:
@@ -112,7 +112,7 @@ class ShadowCache:
         digests = self.prefix_digests(metadata, data)
         origin = (metadata.request_id, "block_tables", f"sequence {seq_id}")
         return _Read(
-            origin, table, first, digests[first:], len(digests) - context_len, self.block_size
+            origin, table, first, digests[first:], len(digests) - context_len, *self._device.shape
         )
 
     def _encoder(
@@ -123,7 +123,7 @@ class ShadowCache:
         digests[digests == _UNWRITTEN] = 1
         origin = (metadata.request_id, "cross_block_table", "encoder")
         num_written = data.num_tokens if data.num_computed_tokens == 0 else 0
-        return _Read(origin, table, 0, digests, num_written, self.block_size)
+        return _Read(origin, table, 0, digests, num_written, *self._device.shape)
 
 
 def _encoder_digest(metadata: SequenceGroupMetadata, data: SequenceData) -> int:
@@ -169,12 +169,18 @@ class _Read:
         first: int,  # position of the first token
         expected: np.ndarray,  # digest of each token
         num_written: int,  # the last so many are written in this step
+        num_blocks: int,
         block_size: int,
     ) -> None:
         self.request_id, self.field, self.who = origin
         self.first, self.expected = first, expected
         positions = first + np.arange(len(expected))
+        num_entries = -(-(first + len(expected)) // block_size)
+        if len(table) < num_entries:
+            self.fail(f"expected {num_entries} entries or more, got {len(table)}")
         blocks = np.asarray(table)[positions // block_size].astype(np.int64)
+        if (blocks < 0).any() or (blocks >= num_blocks).any():
+            self.fail(f"expected blocks in [1, {num_blocks}), got {np.unique(blocks).tolist()}")
         if (blocks == 0).any():
             position = first + int(np.flatnonzero(blocks == 0)[0])
             self.fail(f"expected a block for token {position}, got the null block")
@@ -190,8 +196,11 @@ class _Read:
         raise MetadataError(self.request_id, self.field, f"{self.who}: {message}")
 
 
-def _move(source: np.ndarray, destination: np.ndarray, pairs) -> None:
+def _move(name: str, source: np.ndarray, destination: np.ndarray, pairs) -> None:
     """All sources are read before any destination is written, as the ops promise."""
     if len(pairs):
         sources, destinations = np.array(pairs).T
-        destination[destinations] = source[sources].copy()
+        for ids, pool in ((sources, source), (destinations, destination)):
+            if ids.min() < 0 or ids.max() >= len(pool):
+                raise ValueError(f"{name}: expected blocks in [0, {len(pool)}), got {ids.tolist()}")
+        destination[destinations] = source[sources]

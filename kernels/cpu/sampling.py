@@ -33,7 +33,8 @@ def apply_penalties(
     factor = repetition[rows, None]
     penalised = torch.where(x > 0, x / factor, x * factor)
     x = torch.where(in_output | prompt_mask[rows], penalised, x)
-    x -= frequency[rows, None] * counts + presence[rows, None] * in_output
+    taken = frequency[rows, None] * counts + presence[rows, None]
+    x -= torch.where(in_output, taken, 0.0)
     logits[rows] = x.to(logits.dtype)
 
 
@@ -52,7 +53,7 @@ def apply_top_k_top_p_min_p(
     ordered, token_ids = logits[rows].double().sort(dim=-1, descending=True, stable=True)
     ordered = ordered - ordered[:, :1]
     if temperatures is not None:
-        ordered /= temperatures[rows, None].double()
+        ordered /= temperatures[rows, None].double().clamp_(max=1e30)  # -inf / inf is no number
     weights = ordered.exp()
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)[rows, None]
     keep = torch.arange(vocab) < k
@@ -74,7 +75,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, steps: Tensor) -
     peaks, token_ids = logits.float().max(dim=-1)
     is_finite = peaks.isfinite()  # `max` is NaN where any logit is
     for row in torch.nonzero(is_finite & (temperatures > 0))[:, 0].tolist():
-        scaled = (logits[row].float() - peaks[row]) / temperatures[row].clamp(min=1e-30)
+        scaled = (logits[row].float() - peaks[row]) / temperatures[row].clamp(1e-30, 1e30)
         words = philox_words(int(seeds[row]), int(steps[row]), logits.shape[1])
         token_ids[row] = torch.argmax(scaled - _exponential(words).log_())
     return token_ids.masked_fill_(~is_finite, -1)

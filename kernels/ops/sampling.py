@@ -61,7 +61,7 @@ def apply_top_k_top_p_min_p(
     min_p         [num_rows] fp32     keep tokens at least min_p times as likely as the most likely one; <= 0: off
     temperatures  [num_rows] fp32     that the row is to be drawn at, for top-p and min-p; a row of temperature 0 is left
                   alone. None: 1, for logits already divided by it
-    A row whose largest logit is infinite is left alone.
+    A row that has a NaN, or whose largest logit is infinite, is left alone.
     """
     _apply_top_k_top_p_min_p(logits, top_k, top_p, min_p, temperatures)
 

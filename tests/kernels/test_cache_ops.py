@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.kernels import block_copy, block_swap, cache_write, cpu, reference
+from octavo.kernels.swap_costs import Crossover, SwapCosts
 from octavo.tests.kernels.cases import QUANTISED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +42,7 @@ def test_reshape_and_cache(implementation, num_tokens, dtype, shape) -> None:
     k, v = qkv[:, :num_kv_heads], qkv[:, -num_kv_heads:, :head_size_v]
     slots = torch.randperm(num_blocks * block_size)[:num_tokens]
     slots[2::4] = -1
-    moved = pool.to(device)
+    moved = pool.to(device).clone()
     k_cache, v_cache = (
         moved[:, 0, 1].transpose(1, 2),
         moved[:, 1, 2].transpose(1, 2)[..., :head_size_v],
@@ -211,6 +212,21 @@ def test_bad_scale_caches_are_refused(implementation, k_scale, v_scale, message)
         write(k, k, plain, plain, torch.arange(2, device=device), full, full)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_program_that_does_not_fill_its_tile(tokens, dtype) -> None:
+    """Between two programs no token is left out, and what lies past the end of the slots is not touched."""
+    k, slots = torch.randn(11, 3, 8) * 20, torch.randperm(24)[:11]
+    slots[4] = -1
+    caches = [torch.zeros(6, 4, 3, 8).to(dtype) for _ in range(4)]
+    moved = [cache.to(DEVICE) for cache in caches[:2]]
+    plan = cache_write.CacheWritePlan(tile_tokens=8, tokens=tokens, num_warps=1)
+    cache_write.reshape_and_cache(k.to(DEVICE), -k.to(DEVICE), *moved, slots.to(DEVICE), plan=plan)
+    reference.reshape_and_cache(k, -k, *caches[2:], slots)
+    exactly(moved[0], caches[2])
+    exactly(moved[1], caches[3])
+
+
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("num_slots", [0, 1, 5])
 def test_rows_beyond_the_slot_mapping_are_padding(implementation, num_slots) -> None:
@@ -243,6 +259,25 @@ def test_copy_blocks(implementation, dtype, block) -> None:
     exactly(copied, pool)
     copy(copied, pairs[:0])
     exactly(copied, pool)
+
+
+@pytest.mark.parametrize("part_tiles", [1, 2, 3, 99])
+def test_parts_of_several_tiles(part_tiles) -> None:
+    """No word is left out between parts, and none past the block is touched."""
+    whole = torch.randint(0, 2**40, (6, 1010))
+    copied, pairs = whole.to(DEVICE).clone(), torch.tensor([[0, 3], [5, 1], [0, 2]])
+    plan = block_copy.CopyPlan(tile_words=64, part_tiles=part_tiles, num_warps=1, num_stages=1)
+    block_copy.copy_blocks(copied[:, 3:1003], pairs, plan=plan)
+    reference.copy_blocks(whole[:, 3:1003], pairs)
+    exactly(copied, whole)
+
+
+@IMPLEMENTATIONS
+def test_copy_blocks_of_one_number(implementation) -> None:
+    pool = torch.arange(5.0, device=device_of(implementation))
+    copy = cpu.copy_blocks if implementation == "cpu" else block_copy.copy_blocks
+    copy(pool, torch.tensor([[1, 2], [1, 4]]))
+    assert pool.tolist() == [0, 1, 1, 3, 1]
 
 
 @IMPLEMENTATIONS
@@ -289,27 +324,74 @@ def test_swap_blocks(by_kernel) -> None:
 
 
 BAD_PAIRS = {
-    "source past the end": [[4, 1]],
-    "source negative": [[-1, 1]],
-    "destination past the end": [[1, 4]],
-    "destination negative": [[1, -1]],
-    "two writers": [[1, 2], [3, 2]],
-    "chain": [[1, 2], [2, 3]],
-    "chain, the reader first": [[2, 3], [1, 2]],
-    "itself": [[1, 1]],
+    "source past the end": ([[4, 1]], r"a source block in \[0, 4\), got 4"),
+    "source negative": ([[-1, 1]], r"a source block in \[0, 4\), got -1"),
+    "source past int32": ([[2**62, 1]], r"a source block in \[0, 4\), got 4611686018427387904"),
+    "destination past the end": ([[1, 4]], r"a destination block in \[0, 4\), got 4"),
+    "destination negative": ([[1, -1]], r"a destination block in \[0, 4\), got -1"),
+    "two writers": ([[1, 2], [0, 2]], r"each destination block once, got \[2\] again"),
+    "chain": ([[1, 2], [2, 3]], r"no destination block that is also a source, got \[2\]"),
+    "chain, the reader first": (
+        [[2, 3], [1, 2]],
+        r"no destination block that is also a source, got \[2\]",
+    ),
+    "cycle": ([[1, 2], [2, 1]], r"no destination block that is also a source, got \[1, 2\]"),
+    "itself": ([[1, 1]], r"no destination block that is also a source, got \[1\]"),
 }
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("pairs", BAD_PAIRS.values(), ids=BAD_PAIRS.keys())
-def test_a_bad_copy_is_refused_before_anything_moves(implementation, pairs) -> None:
+@pytest.mark.parametrize("bad", BAD_PAIRS)
+def test_a_bad_copy_is_refused_before_anything_moves(implementation, bad) -> None:
     """B29: a destination that is also read would make the result depend on the order."""
-    pool = torch.randn(4, 6, device=device_of(implementation))
+    pairs, message = BAD_PAIRS[bad]
+    pool = torch.randn(5, 6, device=device_of(implementation))[:4]
     before = pool.clone()
     copy = cpu.copy_blocks if implementation == "cpu" else block_copy.copy_blocks
-    with pytest.raises(ValueError, match="pairs: expected"):
-        copy(pool, torch.tensor([[0, 3], *pairs] if pairs[0][1] != 3 else pairs))
+    with pytest.raises(ValueError, match="^pairs: expected " + message):
+        copy(pool, torch.tensor(pairs if any(3 in pair for pair in pairs) else [[0, 3], *pairs]))
     exactly(pool, before.cpu())
+
+
+@IMPLEMENTATIONS
+def test_pools_in_one_tensor(implementation) -> None:
+    """Views of one tensor may be two pools, as long as no destination is memory of a source."""
+    whole = torch.randn(9, 6, device=device_of(implementation))
+    before = whole.clone()
+    swap = cpu.swap_blocks if implementation == "cpu" else block_swap.swap_blocks
+    for source, destination, pairs, both in (
+        (whole[1:], whole[:5], [[0, 2], [1, 4]], [2]),
+        (whole[:, 1:4], whole[:, 3:], [[3, 1], [5, 5]], [5]),
+        (whole[:, 3:], whole[:, 1:4], [[3, 1], [5, 5]], [5]),
+        (whole, whole[::2], [[1, 0], [8, 4]], [4]),
+    ):
+        with pytest.raises(ValueError, match=f"that is also a source, got \\[{both[0]}\\]"):
+            swap(source, destination, torch.tensor(pairs))
+    exactly(whole, before.cpu())
+    swap(whole[:, :3], whole[:, 3:], torch.tensor([[0, 0], [1, 2]]))  # side by side
+    swap(whole[5:], whole[:5], torch.tensor([[0, 1], [3, 4]]))  # one behind the other
+    before[[0, 2], 3:] = before[[0, 1], :3]
+    before[[1, 4]] = before[[5, 8]]
+    exactly(whole, before.cpu())
+
+
+@IMPLEMENTATIONS
+def test_pools_whose_blocks_are_no_blocks(implementation) -> None:
+    """Copies are by whole blocks: of other memory, they would hit their neighbours."""
+    device = device_of(implementation)
+    ops = (cpu, cpu) if implementation == "cpu" else (block_copy, block_swap)
+    good, pairs = torch.zeros(8, 6, device=device), torch.tensor([[0, 1]])
+    for bad in (
+        torch.zeros(6, 8, device=device).t(),
+        torch.zeros(1, 6, device=device).expand(8, 6),
+    ):
+        for name, call in (
+            ("pool", lambda bad=bad: ops[0].copy_blocks(bad, pairs)),
+            ("src_pool", lambda bad=bad: ops[1].swap_blocks(bad, good, pairs)),
+            ("dst_pool", lambda bad=bad: ops[1].swap_blocks(good, bad, pairs)),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: expected contiguous blocks that do"):
+                call()
 
 
 def test_widest_word() -> None:
@@ -317,6 +399,7 @@ def test_widest_word() -> None:
     assert block_copy.widest_word(pool) == 8
     assert block_copy.widest_word(pool[:, :2]) == 4
     assert block_copy.widest_word(pool, pool[:, 1:9]) == 2
+    assert block_copy.widest_word(torch.zeros(4, 10, dtype=torch.bfloat16)[:, :8]) == 4  # apart
     assert block_copy.widest_word(torch.zeros(4, 3, dtype=torch.uint8)) == 1
 
 
@@ -370,11 +453,27 @@ def test_a_swap_is_one_copy_per_run_of_neighbours(pairs, num_copies) -> None:
     exactly(host, expected)
 
 
-def test_blocks_with_gaps_between_them_are_copied_one_by_one() -> None:
+@pytest.mark.parametrize("apart", ["source", "destination"])
+def test_blocks_with_gaps_between_them_are_copied_one_by_one(apart) -> None:
     pool, host, expected = torch.randn(8, 2, 5)[:, 1], torch.zeros(6, 5), torch.zeros(6, 5)
+    if apart == "destination":
+        pool, host = pool.contiguous(), torch.zeros(6, 2, 5)[:, 1]
     pairs = torch.tensor([[1, 0], [2, 1], [3, 2]])
     with Counted() as counted:
         block_swap.swap_blocks(pool, host, pairs, plan=block_swap.SwapPlan(by_kernel=False))
     assert counted.copies == 3
     reference.swap_blocks(pool, expected, pairs)
     exactly(host, expected)
+
+
+def test_a_swap_is_planned_by_the_costs_of_its_direction() -> None:
+    class Cuda(torch.Tensor):
+        """Says that it is on a GPU."""
+
+        is_cuda = True  # type: ignore[assignment]
+
+    host = torch.zeros(8, 4, dtype=torch.uint8)
+    device, pairs = host.clone().as_subclass(Cuda), torch.tensor([[0, 0], [2, 1]])
+    costs = SwapCosts(to_device=Crossover(2**20, 1), to_host=Crossover(0, 1))
+    assert block_swap.plan_swap(host, device, pairs, costs).by_kernel
+    assert not block_swap.plan_swap(device, host, pairs, costs).by_kernel

@@ -42,6 +42,21 @@ def test_norms(implementation, dtype, shape) -> None:
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_eps_bounds_the_norm_of_small_rows(implementation, unit_offset) -> None:
+    """A row of zeros stays one, and one far below eps is only scaled."""
+    device, ops = device_of(implementation), cpu if implementation == "cpu" else norm
+    x, weight = torch.randn(4, 80) * torch.tensor([0.0, 1e-6, 1e-3, 1.0])[:, None], torch.randn(80)
+    exact = reference.rms_norm(x, weight, 1e-5, unit_offset)
+    args = x.to(device), weight.to(device)
+    for normed in (
+        ops.rms_norm(*args, 1e-5, unit_offset),
+        ops.fused_add_rms_norm(args[0] / 2, args[0] / 2, args[1], 1e-5, unit_offset)[0],
+    ):
+        torch.testing.assert_close(normed.cpu().double(), exact, rtol=1e-5, atol=0)
+
+
+@IMPLEMENTATIONS
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 576)], ids=str)
 def test_norms_with_unit_offset(implementation, dtype, shape) -> None:
@@ -82,6 +97,20 @@ def test_rotary_embedding(implementation, dtype, sizes, is_neox) -> None:
     for actual, expected in zip((q, k), exact, strict=True):
         assert_close(actual.cpu(), expected, expected.to(dtype))
     assert torch.equal(v.cpu(), parts[2])  # the values, in the same memory, stay as they are
+
+
+@IMPLEMENTATIONS
+def test_rotating_keys_or_queries_alone(implementation) -> None:
+    """A layer that reads the keys of an earlier one has none of its own."""
+    device, ops = device_of(implementation), cpu if implementation == "cpu" else rotary
+    x, cos_sin = torch.randn(3, 2, 8), torch.randn(9, 8)
+    positions = torch.tensor([4, 0, 8])
+    exact, _ = reference.rotary_embedding(positions, x, x, cos_sin)
+    for place in (0, 1):
+        heads = [x[:, :0].to(device), x[:, :0].to(device)]
+        heads[place] = x.to(device).clone()
+        ops.rotary_embedding(positions.to(device), *heads, cos_sin.to(device), True)
+        assert error(heads[place].cpu(), exact) < 1e-6
 
 
 @IMPLEMENTATIONS

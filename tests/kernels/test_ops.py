@@ -317,6 +317,15 @@ BAD_ARGUMENTS = {
     "v: expected": ("reshape_and_cache", (X, X[:3], CACHE, CACHE, SLOTS)),
     "pairs: expected int64": ("copy_blocks", (X, torch.zeros(2, 3, dtype=torch.int64))),
     "dst_pool: expected": ("swap_blocks", (X, CACHE, torch.zeros(0, 2, dtype=torch.int64))),
+    "k: expected heads of one number or more, got [4, 0, 8]": (
+        "reshape_and_cache",
+        (X[:, :0], X[:, :0], CACHE[:, :, :0], CACHE[:, :, :0], SLOTS),
+    ),
+    "v: expected heads of one number or more, got [4, 2, 0]": (
+        "rope_and_cache",
+        (SLOTS, X, X, X[..., :0], torch.zeros(9, 8), CACHE, CACHE[..., :0], SLOTS),
+    ),
+    "x: expected at least one axis": ("rms_norm", (torch.tensor(1.0), torch.ones(1), 1e-5)),
     "weight: expected": ("rms_norm", (X, torch.ones(4), 1e-5)),
     "residual: expected": ("fused_add_rms_norm", (X, X[:2], torch.ones(8), 1e-5)),
     "positions: expected int64": ("rotary_embedding", (SLOTS.int(), X, X, torch.zeros(9, 8))),

@@ -281,12 +281,16 @@ def test_command_line() -> None:
 
 def test_command_line_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Row("sm_80", "3.9.0", "decode-d64-split", "_k_kernel", None, error="too [big]")
-    rows = [*good_rows("sm_80"), failed]
+    long = "apply_top_k_top_p_min_p", "decode-d128-int8-tokens-options"
+    wide = replace(GOOD, loads={f"LDGSTS.{width}": 28 for width in (128, 64, 32, 16, 8)})
+    others = [Row("sm_80", "3.9.0", long[1], f"_{long[0]}_kernel", 1.0, 4, None, wide)]
+    rows = [*good_rows("sm_80"), *others, failed]
     monkeypatch.setattr(octavo.kernels.report, "measure", lambda target, cases: iter(rows))
     result = run("--target", "sm_80")
     assert result.exit_code == 1
     assert "decode-d64-split _k_kernel: too [big]" in result.stdout
     assert "12.0" in result.stdout and "HGMMA" in result.stdout
+    assert all(name in result.stdout for name in long) and "…" not in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--target", "sm_70"], ["--kernel", "nothing"]])

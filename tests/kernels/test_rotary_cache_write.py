@@ -128,19 +128,22 @@ def test_scales_of_every_token_and_head(implementation, dtype, name, rotary_size
     function, device = chosen(implementation)
     for write, place in ((reference.rope_and_cache, "cpu"), (function, device)):
         caches = [torch.zeros(4, 5, 2, d, dtype=torch.uint8, device=place) for d in (64, 32)]
-        beside = torch.full((4, 2, 6, 2), 7.0, device=place)
+        # no two strides of the scales of K and of V are alike
+        beside, beside_v = (
+            torch.full((4, 2, *inner), 7.0, device=place) for inner in ((6, 2), (5, 3))
+        )
         write(
             *(x.to(place) for x in (case.positions, q.clone(), k, v, case.cos_sin)),
             *(cache.view(cache_dtype) for cache in caches),
             case.slots.to(place),
             True,
             beside[:, 0, 1:],
-            beside[:, 1, 1:],
+            beside_v[..., 1].transpose(1, 2),
         )
-        results.append([x.cpu() for x in (*caches, beside)])
-    (exact_k, exact_v, exact_scales), (stored_k, stored_v, scales) = results
-    torch.testing.assert_close(scales[:, 0], exact_scales[:, 0], rtol=1e-6, atol=0, equal_nan=True)
-    assert torch.equal(scales[:, 1], exact_scales[:, 1])
+        results.append([x.cpu() for x in (*caches, beside, beside_v)])
+    (exact_k, exact_v, exact_scales, exact_of_v), (stored_k, stored_v, scales, of_v) = results
+    torch.testing.assert_close(scales, exact_scales, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(of_v, exact_of_v)
     assert scales[0, 0, 4].isnan().tolist() == [True, False]  # of the infinity
     finite = scales[:, 0, 1:].isfinite()
     stored_k, exact_k = stored_k[finite], exact_k[finite]

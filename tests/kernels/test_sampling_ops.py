@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from octavo.kernels import cpu, penalties, reference, sampling, top_k_top_p
 from octavo.kernels.cpu.sampling import _exponential, philox_words
@@ -53,6 +55,17 @@ def test_apply_penalties(implementation, dtype, vocab) -> None:
     untouched = ~prompt_mask & (counts == 0)
     untouched[0] = True
     assert torch.equal(penalised.cpu()[untouched], logits[untouched])
+
+
+@IMPLEMENTATIONS
+def test_penalties_touch_nothing_that_has_not_come_up(implementation) -> None:
+    """Neither by 0 * inf, nor by a count below 0."""
+    ops, device = cpu if implementation == "cpu" else penalties, device_of(implementation)
+    logits, counts = torch.ones(1, 4), torch.tensor([[0, -2, 3, 0]], dtype=torch.int32)
+    columns = [torch.tensor([x], device=device) for x in (2.0, INF, 1.0)]
+    penalised, mask = logits.to(device).clone(), torch.tensor([[False, False, False, True]])
+    ops.apply_penalties(penalised, mask.to(device), counts.to(device), *columns)
+    assert penalised.tolist() == [[1.0, 1.0, -INF, 0.5]]
 
 
 # ---------------------------------------------------------------- filters
@@ -166,6 +179,46 @@ def test_filters_of_rows_that_are_masked_already(implementation) -> None:
     assert torch.equal(kept[[1, 3]], logits[[1, 3]] != -INF)  # left alone
 
 
+@IMPLEMENTATIONS
+def test_filters_leave_rows_with_a_nan_alone(implementation) -> None:
+    """Of either sign, or the draw would not see that the row is bad."""
+    logits = random_logits(3, 40)
+    nans = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    logits[0, 7], logits[2, 39] = nans
+    logits[2, 5] = -INF
+    kept = filtered(implementation, logits, [5] * 3, [0.5] * 3, [0.1] * 3)
+    assert kept[0].all() and kept[2].sum() == 39 and kept[1].sum() <= 5
+    ops, device = cpu if implementation == "cpu" else top_k_top_p, device_of(implementation)
+    masked, column = logits.to(device).clone(), torch.full((3,), 0.5, device=device)
+    ops.apply_top_k_top_p_min_p(masked, column.int() + 5, column, column, None)
+    step = torch.arange(3)
+    assert drawn(implementation, masked, column, step, step).tolist()[::2] == [-1, -1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of a NaN
+@IMPLEMENTATIONS
+def test_temperatures_that_are_no_numbers(implementation) -> None:
+    """At an infinite one all that is not -inf is alike; at NaN a row is as at 0."""
+    logits = torch.full((2, 40), -INF)
+    logits[:, 10:20] = torch.randn(10)
+    temperatures = torch.tensor([INF, float("nan")])
+    kept = filtered(implementation, logits, [0, 3], [0.45, 0.1], [0.9, 0.9], temperatures.tolist())
+    assert torch.nonzero(kept[0])[:, 0].tolist() == logits[0].topk(5).indices.sort().values.tolist()
+    assert torch.equal(kept[1], logits[1] != -INF)
+    tokens = [
+        drawn(implementation, logits, temperatures, torch.tensor([seed, seed]), torch.arange(2))
+        for seed in range(20)
+    ]
+    assert {row[1].item() for row in tokens} == {logits[1].argmax().item()}
+    hot = {row[0].item() for row in tokens}
+    assert len(hot) > 4 and hot <= set(range(10, 20))
+    order = torch.arange(2)
+    seeds = order * 0 + 3
+    hot_twice = torch.tensor([INF, INF])
+    expected = reference.sample(logits, hot_twice, seeds, order)
+    assert torch.equal(drawn(implementation, logits, hot_twice, seeds, order), expected)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 200])
 def test_filters_over_several_tiles(vocab) -> None:
     logits = torch.randint(-9, 9, (4, vocab)).float() / 3
@@ -276,6 +329,25 @@ def test_small_exponentials_keep_their_digits() -> None:
     exact = torch.tensor([-math.log1p(-(word + 0.5) / 2**32) for word in words.tolist()])
     torch.testing.assert_close(_exponential(words)[:-2], exact[:-2], rtol=3e-7, atol=0)
     assert _exponential(words).isfinite().all() and (_exponential(words) > 0).all()
+
+
+@triton.jit
+def _exponential_kernel(out_ptr, words_ptr, COUNT: tl.constexpr):
+    places = tl.arange(0, COUNT)
+    words = tl.load(words_ptr + places).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + places, sampling.exponential(words))
+
+
+def test_the_kernel_knows_small_exponentials_too() -> None:
+    """Over all magnitudes, and on both sides of where the series ends."""
+    words = [int(2 ** (bits / 8)) for bits in range(252)] + [2**26 - 1, 2**26]
+    words += [2**32 - 2, 2**32 - 1]  # round to 1, whose logarithm is infinite
+    out = torch.empty(256, device=DEVICE)
+    bits = torch.tensor(words).int().to(DEVICE)
+    _exponential_kernel[(1,)](out, bits, COUNT=256)
+    exact = torch.tensor([-math.log1p(-(word + 0.5) / 2**32) for word in words])
+    torch.testing.assert_close(out.cpu()[:-2], exact[:-2], rtol=4e-6, atol=0)
+    assert out.isfinite().all() and (out[-2:] > 15).all()
 
 
 def surprise(observed: torch.Tensor, probabilities: torch.Tensor) -> float:

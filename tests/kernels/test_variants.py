@@ -25,6 +25,41 @@ def rope_and_cache(num_tokens: int) -> None:
         rope_and_cache(positions, q, k, v, torch.empty(4096, 64), *caches, slots)
 
 
+def reshape_and_cache(num_tokens: int) -> None:
+    """From one token a program to as many as a tile holds, by both kernels."""
+    from octavo.kernels.cache_write import reshape_and_cache
+
+    k, pool = torch.empty(num_tokens, 2, 64), torch.empty(8, 2, 16, 2, 64)
+    for caches in (pool, pool.char()):
+        reshape_and_cache(k, k, caches[:, 0], caches[:, 1], torch.arange(num_tokens))
+
+
+def norms(num_tokens: int) -> None:
+    """Rows so short that several share a program."""
+    from octavo.kernels.norm import rms_norm
+
+    rms_norm(torch.empty(num_tokens, 64), torch.empty(64), 1e-6)
+
+
+def around_attention(num_tokens: int) -> None:
+    from octavo.kernels.activation import silu_and_mul
+    from octavo.kernels.merge_states import merge_attention_states
+    from octavo.kernels.rotary import rotary_embedding
+
+    q, positions = torch.empty(num_tokens, 4, 64), torch.arange(num_tokens)
+    rotary_embedding(positions, q, q[:, :2], torch.empty(99, 64))
+    silu_and_mul(torch.empty(num_tokens, 512))
+    merge_attention_states(q, q[..., 0].clone(), q.clone(), q[..., 1].clone())
+
+
+def copy_blocks(num_pairs: int) -> None:
+    """From one tile a program to eight."""
+    from octavo.kernels.block_copy import copy_blocks
+
+    ids = torch.arange(num_pairs)
+    copy_blocks(torch.empty(2 * num_pairs, 4096), torch.stack((ids, ids + num_pairs), dim=1))
+
+
 def lora(num_tokens: int) -> None:
     from octavo.kernels.lora import lora_expand, lora_shrink
 
@@ -47,7 +82,15 @@ def sampling(num_rows: int) -> None:
     sample(logits, column, ids, ids)
 
 
-LAUNCHES = (rope_and_cache, lora, sampling)
+LAUNCHES = (
+    rope_and_cache,
+    reshape_and_cache,
+    norms,
+    around_attention,
+    copy_blocks,
+    lora,
+    sampling,
+)
 
 
 def variants() -> dict[str, int]:

@@ -29,7 +29,9 @@ def tiny() -> TinyModel:
 
 
 def params(max_tokens: int = 6, **more) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more})
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more}
+    )
 
 
 async def last(outputs):

@@ -5,7 +5,7 @@ Everything runs as in a step of the engine: snapshots, launch arguments, runner 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +285,16 @@ def test_rows_without_an_encoder_attend_to_nothing(backend) -> None:
     layer = CrossAttention(4, 2, 8, layer=0)
     q, k, v = torch.randn(15, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     out = layer(q, k, v, args, pool)
-    assert torch.equal(layer(q, None, None, args, pool), out), "later steps read what was written"
+    small = KVPool(12, [LayerKV(2, 8, torch.int8, scale_per_token_head=True)], BLOCK_SIZE)
+    torch.testing.assert_close(layer(q, k, v, args, small), out, rtol=0, atol=0.05)
+    later = replace(args, cross_slot_mapping=None)
+    assert torch.equal(layer(q, None, None, later, pool), out), "later steps read what was written"
+    with pytest.raises(ValueError, match="k: expected a tensor in a step with encoder tokens"):
+        layer(q, None, None, args, pool)
+    with pytest.raises(ValueError, match="v: expected a tensor in a step with encoder tokens"):
+        layer(q, k, None, args, pool)
+    with pytest.raises(ValueError, match="k: expected None in a step without encoder tokens"):
+        layer(q, k, v, later, pool)
     keys, values = k.split(cross_lens), v.split(cross_lens)
     for row, rows in enumerate(torch.arange(15).split(query_lens)):
         if cross_lens[row] == 0:

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from octavo.kernels import reference
 from octavo.models import Attention, RotaryEmbedding, load_model, resolve_model
 from octavo.models import LlamaForCausalLM as OurLlama
 from octavo.models.layers import layer_windows, widest_window
@@ -149,6 +150,37 @@ def test_attention_rotates_on_the_way_to_the_cache(dtype: torch.dtype) -> None:
         results.append((out, pool.data))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert results[0][1].any()
+    for half in ((k, None), (None, v)):  # what was written is not known, so nothing may be read
+        with pytest.raises(ValueError, match=r"expected a tensor with [kv], or neither, got None"):
+            attention(q, *half, args, pool)
+
+
+def test_attention_heeds_scale_window_and_softcap() -> None:
+    """Each changes the result, to that of the oracle."""
+    q, k, v = torch.randn(7, 4, 8), 3 * torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    index = dict(
+        query_start_loc=torch.tensor([0, 7], dtype=torch.int32),
+        seq_lens=torch.tensor([7], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 3]], dtype=torch.int32),
+    )
+    args = LaunchArgs(
+        input_ids=torch.zeros(7, dtype=torch.int64),
+        positions=torch.arange(7),
+        slot_mapping=torch.tensor([4, 5, 6, 7, 12, 13, 14]),
+        logits_indices=torch.tensor([6]),
+        num_decodes=0,
+        max_query_len=7,
+        max_seq_len=7,
+        **index,
+    )
+    results = []
+    for options in ({}, {"scale": 1.5}, {"window": 3}, {"softcap": 2.0}):
+        pool = KVPool(4, [LayerKV(2, 8, torch.float32)], 4)
+        out = Attention(4, 2, 8, layer=0, **options)(q, k, v, args, pool)
+        exact, _ = reference.paged_attention(q, *pool.layer(0), **index, **options)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        results.append(out)
+    assert not any(torch.allclose(results[0], out, atol=1e-2) for out in results[1:])
 
 
 def test_bf16_checkpoint_keeps_its_dtype_unless_told(tmp_path: Path) -> None:

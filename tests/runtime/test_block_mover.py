@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels.swap_costs import Crossover, SwapCosts
 from octavo.runtime.block_mover import BlockMover, Staging
-from octavo.runtime.kv_pool import KVPool, LayerKV
+from octavo.runtime.kv_pool import KVLayout, KVPool, LayerKV
 from octavo.runtime.streams import HostEvent
 from octavo.tests.runtime.simulated_streams import SimulatedEvent, Simulation
 
@@ -266,11 +266,17 @@ def test_written_is_looked_at_only_while_a_block_is_leaving() -> None:
 @pytest.mark.parametrize(
     ("moves", "message"),
     [
-        ({"swap_out": [(1, 6)]}, r"destination block in \[0, 6\), got 6"),
-        ({"swap_in": [(6, 1)]}, r"source block in \[0, 6\), got 6"),
-        ({"swap_in": [(1, 1), (2, 1)]}, "each destination block once"),
-        ({"copies": [(1, 2), (2, 3)]}, "no destination block that is also a source"),
-        ({"swap_in": [(1, 1)], "swap_out": [(2, 1)]}, r"no host block .* got \[1\]"),
+        ({"swap_out": [(1, 6)]}, r"swap_out: .* destination block in \[0, 6\), got 6"),
+        ({"swap_in": [(6, 1)]}, r"swap_in: .* source block in \[0, 6\), got 6"),
+        ({"swap_in": [(1, 1), (2, 1)]}, r"swap_in: .* each destination block once, got \[1\]"),
+        ({"copies": [(1, 2), (2, 3)]}, r"copies: .* that is also a source, got \[2\]"),
+        ({"copies": [(0, 10)]}, r"copies: .* destination block in \[0, 10\), got 10"),
+        ({"swap_in": [(1, 1)], "swap_out": [(2, 1)]}, r"swap_out: .*no host block .* got \[1\]"),
+        # what a cast or a view would make pairs of
+        ({"copies": [(1, 2, 3), (4, 5, 7)]}, r"copies: expected \(source, .* got \[\(1, 2, 3\)"),
+        ({"copies": [1, 2]}, r"copies: expected \(source, .* got \[1, 2\]"),
+        ({"swap_out": [(1.7, 2)]}, r"swap_out: expected \(source, .* got \[\(1\.7, 2\)\]"),
+        ({"swap_in": [(1, 2**70)]}, r"swap_in: expected \(source, "),
     ],
 )
 def test_bad_moves_are_refused_before_anything_moves(moves, message) -> None:
@@ -283,12 +289,52 @@ def test_bad_moves_are_refused_before_anything_moves(moves, message) -> None:
     assert torch.equal(pool.data, before[0]) and torch.equal(host.data, before[1])
 
 
+def test_no_swaps_without_a_host_pool() -> None:
+    pool, _ = pools()
+    mover = BlockMover(pool)
+    for name in ("swap_out", "swap_in"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected none without .* got \[\[1, 2\]\]"
+        ):
+            mover.move(**{name: [(1, 2)]})
+    mover.move(copies=[(1, 2)])
+
+
+def test_pools_of_other_blocks_are_refused() -> None:
+    """Also where the bytes would fit: they mean other things."""
+    layers = [LayerKV(2, 8, torch.float16)]
+    pool = KVPool(4, layers, 4)
+    for other in (
+        KVPool(4, layers, 8),
+        KVPool(4, layers, 4, layout=KVLayout.HND),
+        KVPool(4, [LayerKV(1, 16, torch.float16)], 4),
+        KVPool(4, [LayerKV(2, 8, torch.bfloat16)], 4),
+    ):
+        with pytest.raises(ValueError, match="host_pool: expected blocks of the pool's 256 bytes"):
+            BlockMover(pool, other)
+    BlockMover(pool, KVPool(9, layers, 4))
+
+
 def test_on_a_cpu_moves_are_done_when_the_call_returns() -> None:
     pool, host = pools()
     mover = BlockMover(pool, host)
     mover.move([(3, 0)], [(1, 3)], [(3, 4)], [5])
     assert [number(host, 0), number(pool, 3), number(pool, 4)] == [3, 101, 101]
     mover.synchronize()
+
+
+def test_synchronize_waits_for_both_streams(monkeypatch) -> None:
+    """The side stream may be behind: nobody has waited for a swap-out yet."""
+    run = Run(BlockMover, 0)
+    waited = []
+    monkeypatch.setattr(SimulatedEvent, "synchronize", lambda event: waited.append(event))
+    run.mover.move(swap_out=[(1, 0)], copies=[(2, 3)])
+    run.mover.synchronize()
+    assert not any(event.passed for event in waited)
+    run.streams.advance(only=run.streams.compute)
+    run.streams.advance(only=run.streams.side)
+    assert len(waited) == 2 and all(event.passed for event in waited)
+    assert waited[0] is not waited[1] and number(run.host, 0) == 1
 
 
 def test_staging_keeps_what_is_read_and_grows_for_long_lists() -> None:

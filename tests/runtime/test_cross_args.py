@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.runtime.cross_args import build_cross_arrays
 from octavo.runtime.launch_args import LaunchArgs
 from octavo.runtime.metadata import MetadataError, SequenceData, SequenceGroupMetadata
 from octavo.runtime.params import SamplingParams
@@ -133,6 +134,17 @@ def test_without_encoders_there_is_nothing() -> None:
     assert cross_lists(args) == NOTHING_TO_COMPUTE | dict(
         cross_seq_lens=None, cross_block_tables=None, max_cross_seq_len=0
     )
+
+
+def test_rows_that_come_before_have_no_encoder() -> None:
+    """Decodes as columns are the first rows of a mixed step."""
+    alone = build_cross_arrays([two_beams()], 4, NUM_BLOCKS)
+    mixed = build_cross_arrays([two_beams()], 4, NUM_BLOCKS, num_rows_before=2)
+    assert alone is not None and mixed is not None
+    assert mixed.arrays["cross_seq_lens"].tolist() == [0, 0, 6, 6]
+    assert mixed.arrays["cross_block_tables"].tolist() == [[0, 0], [0, 0], [5, 2], [5, 2]]
+    assert alone.arrays["cross_seq_lens"].tolist() == [6, 6]
+    assert build_cross_arrays([], 4, NUM_BLOCKS, num_rows_before=2) is None
 
 
 def test_an_encoder_survives_msgpack() -> None:

@@ -130,6 +130,11 @@ def test_any_geometry(seed):
         ((2, [LayerKV(1, 8, torch.float32)], 0), "block_size: expected 1 or more, got 0"),
         ((2, [LayerKV(1, 8, torch.float32), 1], 4), "layers: .* got 1 for layer 1"),
         ((2, [-1, LayerKV(1, 8, torch.float32)], 4), "layers: .* got -1 for layer 0"),
+        ((2, [LayerKV(1, 8, torch.float32), False], 4), "layers: .* got False for layer 1"),
+        ((2, [None], 4), "layers: .* got None for layer 0"),
+        ((2.0, [LayerKV(1, 8, torch.float32)], 4), r"num_blocks: expected an integer, got 2\.0"),
+        ((2, [LayerKV(1, 8, torch.float32)], True), "block_size: expected an integer, got True"),
+        ((2, [LayerKV(1, 8, torch.float32)], 4, "cpu", "HND"), "layout: .* KVLayout, got 'HND'"),
     ],
 )
 def test_impossible_pools_are_refused(arguments, message):
@@ -141,6 +146,22 @@ def test_impossible_pools_are_refused(arguments, message):
 def test_impossible_layers_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
         LayerKV(**(dict(num_kv_heads=1, head_size=8, dtype=torch.float32) | {name: 0}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": True}, "num_kv_heads: expected an integer, got True"),
+        ({"head_size": 8.0}, r"head_size: expected an integer, got 8\.0"),
+        ({"head_size": None}, "head_size: expected an integer, got None"),
+        ({"dtype": "float16"}, "dtype: expected one that the kernels read, .* got 'float16'"),
+        ({"dtype": torch.float64}, r"dtype: expected one .* got torch\.float64"),
+        ({"dtype": torch.bool, "scale_per_token_head": True}, "dtype: expected one"),
+    ],
+)
+def test_layers_that_no_kernel_reads_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LayerKV(**(dict(num_kv_heads=1, head_size=8, dtype=torch.float32) | changes))
 
 
 def test_only_quantised_layers_have_scales():

@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from octavo.runtime import memory
 from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.memory import (
     CudaMemoryMeter,
     cpu_pool_blocks,
+    free_cpu_memory,
     gpu_pool_blocks,
     host_pool_blocks,
     largest_step,
@@ -49,6 +51,17 @@ def test_a_cpu_pool_takes_a_quarter_of_the_free_memory() -> None:
     assert cpu_pool_blocks(free=8 * GIB, block_bytes=2**20) == 2047
     with pytest.raises(ValueError, match=r"num_gpu_blocks: .* got 1\.00 GiB free, of which 25%"):
         cpu_pool_blocks(free=GIB, block_bytes=GIB // 4)
+
+
+def test_cached_files_are_free_memory(tmp_path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(
+        "MemTotal: 9000 kB\nMemFree:  100 kB\nMemAvailable:    700 kB\nBuffers: 1 kB\n"
+    )
+    assert free_cpu_memory(str(meminfo)) == 700 * 1024
+    meminfo.write_text("MemTotal: 9000 kB\n")
+    for without in (meminfo, tmp_path / "none"):
+        assert 0 < free_cpu_memory(str(without)) < 2**60
 
 
 @pytest.mark.parametrize(
@@ -154,6 +167,21 @@ def test_the_run_measures_the_whole_step() -> None:
     model = CountingModel()
     model.PER_TOKEN = 0
     assert measure_largest_step(model, pool, model, **LIMITS) == model.WEIGHTS + 8 * 4 * 32
+
+
+def test_the_run_samples_with_all_filters(monkeypatch) -> None:
+    """They sort the logits of every row, which takes more memory than the logits."""
+    asked = []
+    real = memory.sample
+    monkeypatch.setattr(
+        memory, "sample", lambda logits, rows: asked.append(rows) or real(logits, rows)
+    )
+    model, pool = CountingModel(), KVPool(2, [LayerKV(1, 8, torch.float32)], 4)
+    measure_largest_step(model, pool, model, **LIMITS)
+    (rows,) = asked
+    assert all(len(column) == 8 for column in rows)
+    filters = (rows.temperature > 0) & (rows.top_k > 0) & (rows.top_p < 1) & (rows.min_p > 0)
+    assert filters.all()
 
 
 @pytest.mark.gpu

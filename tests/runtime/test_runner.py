@@ -31,16 +31,18 @@ class EchoModel:
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, 100).float()
 
 
-def snapshot(tokens, table, generation_id=0) -> SequenceGroupMetadata:
+def snapshot(tokens, table, generation_id=0, computed=0) -> SequenceGroupMetadata:
     return SequenceGroupMetadata(
         request_id="r",
         is_prompt=True,
         seq_data={
-            0: SequenceData(np.array(tokens, np.int32), np.zeros(0, np.int32), 0, 0.0, np.zeros(0))
+            0: SequenceData(
+                np.array(tokens, np.int32), np.zeros(0, np.int32), computed, 0.0, np.zeros(0)
+            )
         },
         block_tables={0: np.array(table, np.int32)},
         sampling_params=SamplingParams(temperature=0),
-        token_chunk_size=len(tokens),
+        token_chunk_size=len(tokens) - computed,
         computed_block_nums=np.zeros(0, np.int32),
         do_sample=True,
         generation_id=generation_id,
@@ -112,6 +114,17 @@ def test_a_host_block_is_not_filled_in_the_step_that_empties_it(pools):
             generation_of=lambda _: 0,
         )
     assert torch.equal(pool.data, before[0]) and torch.equal(host.data, before[1])
+
+
+def test_moves_that_are_refused_leave_no_shadow(pools):
+    """The shadow would believe in moves that were never made."""
+    pool, host = pools
+    runner = ModelRunner(EchoModel(), pool, host, check=True)
+    runner.execute([snapshot([50], [5])], generation_of=lambda _: 0)
+    for copies in ([(3, 5), (4, 5)], [(3, 5), (5, 2)], [(1, 99)]):
+        with pytest.raises(ValueError, match="copies: expected"):
+            runner.execute([], blocks_to_copy=copies, generation_of=lambda _: 0)
+    runner.execute([snapshot([50, 51], [5], computed=1)], generation_of=lambda _: 0)
 
 
 def test_a_step_without_rows_only_moves(pools):

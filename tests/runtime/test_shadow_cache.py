@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -142,6 +143,17 @@ def test_token_ids_below_zero(shadow) -> None:
     shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)])
 
 
+def test_blocks_that_are_none(shadow) -> None:
+    """A negative id would be looked up from the end. Nothing has changed afterwards."""
+    for bad in ({"blocks_to_copy": [(1, 10)]}, {"blocks_to_swap_out": [(1, -1)]}):
+        with pytest.raises(ValueError, match=next(iter(bad)) + r": expected blocks in \[0, "):
+            shadow.check_step([], blocks_to_swap_in=[(0, 1)], **bad)
+    for table, message in (([1, -8], r"\[1, 10\), got \[-8"), ([1, 10], "got"), ([1], "2 entries")):
+        with pytest.raises(MetadataError, match="block_tables: sequence 0: expected .*" + message):
+            shadow.check_step([snapshot({0: ([*PROMPT, 11], table)}, 6, 1)])
+    shadow.check_step([snapshot({0: ([*PROMPT, 11], [1, 2])}, 6, 1)])
+
+
 def test_a_window_frees_what_it_does_not_see(shadow) -> None:
     row = {0: ([*PROMPT, 11], [0, 2])}
     shadow.check_step([snapshot(row, 6, 1, sliding_window=3)])
@@ -233,6 +245,13 @@ def test_an_encoder_is_not_a_prefix(translating) -> None:
         translating.check_step(
             [crossing(SOURCE[:4], [3], request="s", decoder=[1, 2], table=[9], computed=0, chunk=2)]
         )
+
+
+def test_an_encoder_under_an_adapter_is_another(translating) -> None:
+    """Its keys and values are made of other weights."""
+    row = crossing(SOURCE, [3, 4], decoder=[1, 2], table=[9], computed=0, chunk=2)
+    with pytest.raises(MetadataError, match=r"cross_block_table: encoder: .* token 0 in block 3"):
+        translating.check_step([msgspec.structs.replace(row, lora_request="x")])
 
 
 def test_an_encoder_that_was_never_run(translating) -> None:

@@ -47,6 +47,7 @@ def test_thresholds_are_where_the_winner_changes(kernel_wins, expected) -> None:
 
 def test_the_kernel_has_to_win_by_more_than_it_takes_from_the_model() -> None:
     assert find_crossover(timings(lambda *_: True, margin=1.05)) == Crossover(0, 1)
+    assert find_crossover(timings(lambda *_: True, margin=1.1)) == Crossover(0, 1)  # as good
     assert find_crossover(timings(lambda *_: True, margin=1.2)) == Crossover(65537, 1)
 
 
