@@ -119,9 +119,7 @@ def _write_decodes(
             dropped.add(group)
         elif missing is None or not missing[row]:
             token, logprob = int(token_ids[row]), float(logprobs[row])
-            _write_sample(
-                scheduler, group, seq, token, logprob, reasons.get(group, _NOT_FINITE)
-            )
+            _write_sample(scheduler, group, seq, token, logprob, reasons.get(group, _NOT_FINITE))
             if not seq.is_finished:
                 batch.reread(group)
     if not dropped and not step.voided:
