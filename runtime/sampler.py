@@ -28,7 +28,7 @@ _NOTHING_LEFT = (
     "no token is left to choose: after what was asked for, no finite logit is the largest"
 )
 # numbers of logits a CPU works on at a time, so that what it makes of them stays in the cache
-_BLOCK_ELEMENTS = 1 << 21
+_BLOCK_ELEMENTS = 1 << 20
 
 
 class SamplingRows(NamedTuple):

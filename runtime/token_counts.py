@@ -4,7 +4,7 @@ All of it can be derived from a sequence's tokens, so nothing that happens to a 
 by its id, and what has been counted of it by the buffers its tokens lie in, which are append-only. If they are the same, or
 begin with the same tokens, only new tokens are counted; else all are.
 
-    SparseCounts   for CPUs: the distinct tokens of each sequence. 12 bytes each, and a place in a dict
+    SparseCounts   for CPUs: the distinct tokens of each sequence. 16 bytes each, and a place in a dict
     DenseCounts    for GPUs, as `kernels.apply_penalties` takes them: 5 bytes * vocabulary for each sequence
 
 Sequences that were not asked for in `KEPT_CALLS` calls are forgotten, and counted anew if they come back.
@@ -44,11 +44,12 @@ class RowExtras(NamedTuple):
 class _Counted:
     """How far a sequence has been counted, and the result."""
 
-    __slots__ = ("output", "prompt", "result", "used")
+    __slots__ = ("output", "params", "prompt", "result", "used")
 
     def __init__(self, extras: RowExtras, used: int, result: Any) -> None:
         self.prompt = extras.prompt_token_ids
         self.output = extras.output_token_ids
+        self.params = extras.params
         self.used = used
         self.result = result
 
@@ -56,6 +57,8 @@ class _Counted:
         """Whether what has been counted is a beginning of the sequence."""
         output, num_counted = extras.output_token_ids, len(self.output)
         if num_counted > len(output) or len(self.prompt) != len(extras.prompt_token_ids):
+            return False
+        if self.params is not extras.params and self.params != extras.params:
             return False
         if output.base is not None and output.base is self.output.base:
             return True  # append-only
@@ -113,58 +116,56 @@ class _Counts:
 
 
 class _Distinct:
-    """Distinct tokens and how often the output has each."""
+    """Distinct tokens, how often the output has each, and what that takes off its logit."""
 
-    __slots__ = ("_place", "counts", "size", "token_ids")
+    __slots__ = ("_counts", "_place", "_unit", "offsets", "size", "token_ids")
 
-    def __init__(self, prompt: np.ndarray, output: np.ndarray) -> None:
+    def __init__(self, prompt: np.ndarray, output: np.ndarray, params: SamplingParams) -> None:
+        if params.repetition_penalty == 1:
+            prompt = prompt[:0]  # the others look at the output alone
         distinct, place = np.unique(np.concatenate((prompt, output)), return_inverse=True)
         self.size = len(distinct)
-        self.token_ids = np.zeros(self.size + 64, np.int64)
-        self.token_ids[: self.size] = distinct
-        self.counts = np.zeros(self.size + 64, np.float32)
-        self.counts[: self.size] = np.bincount(place[len(prompt) :], minlength=self.size)
+        counts = np.bincount(place[len(prompt) :], minlength=self.size).astype(np.float32)
+        self._unit = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
+        frequency, presence = self._unit
+        room = np.zeros(64, np.float32)
+        self.token_ids = np.concatenate((distinct.astype(np.int64), room.astype(np.int64)))
+        self.offsets = np.concatenate((frequency * counts + presence * (counts > 0), room))
+        self._counts = np.concatenate((counts, room))
         self._place = dict(zip(distinct.tolist(), range(self.size), strict=True))
 
     def add(self, token: int) -> None:
         place = self._place.setdefault(token, self.size)
         if place == self.size:
-            if place == len(self.counts):
-                self.token_ids = np.concatenate((self.token_ids, np.zeros_like(self.token_ids)))
-                self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
+            if place == len(self.token_ids):
+                for name in ("token_ids", "offsets", "_counts"):
+                    array = getattr(self, name)
+                    setattr(self, name, np.concatenate((array, np.zeros_like(array))))
             self.token_ids[place] = token
             self.size += 1
-        self.counts[place] += 1
+        self._counts[place] += 1
+        frequency, presence = self._unit
+        self.offsets[place] = frequency * self._counts[place] + presence
 
 
 class SparseCounts(_Counts):
     """A step costs each row its new tokens and a pass over its distinct ones."""
 
     def apply_penalties(self, logits: torch.Tensor, rows: list[RowExtras]) -> None:
-        """Penalise the rows' tokens in place; `extras.row` is the row of `logits` [R, vocab], float32 and contiguous."""
-        places, counts, sizes = [], [], []
+        """Penalise the rows' tokens in place; `extras.row` is the row of `logits` [R, vocab], float32."""
+        values = logits.numpy()
         for extras in rows:
             seen: _Distinct = self._counted(extras)
-            places.append(seen.token_ids[: seen.size] + extras.row * self._vocab)
-            counts.append(seen.counts[: seen.size])
-            sizes.append(seen.size)
-        at = torch.from_numpy(np.concatenate(places))
-        count = torch.from_numpy(np.concatenate(counts))
-
-        def spread(values: list[float]) -> torch.Tensor:
-            return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes))
-
-        factor = spread([extras.params.repetition_penalty for extras in rows])
-        frequency = spread([extras.params.frequency_penalty for extras in rows])
-        presence = spread([extras.params.presence_penalty for extras in rows])
-        flat = logits.view(-1)
-        x = flat[at]
-        x = torch.where(x > 0, x / factor, x * factor)
-        x -= frequency * count + presence * (count > 0)
-        flat[at] = x
+            row, token_ids = values[extras.row], seen.token_ids[: seen.size]
+            x = row.take(token_ids)
+            factor = np.float32(extras.params.repetition_penalty)
+            if factor != 1:
+                x = np.where(x > 0, x / factor, x * factor)
+            x -= seen.offsets[: seen.size]
+            row[token_ids] = x
 
     def _count(self, extras: RowExtras) -> _Distinct:
-        return _Distinct(self._prompt(extras), extras.output_token_ids)
+        return _Distinct(self._prompt(extras), extras.output_token_ids, extras.params)
 
     def _add(self, result: _Distinct, token_ids: np.ndarray) -> None:
         for token in token_ids.tolist():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # logits of a prompt are made, in float32, for so many numbers at a time: 64 MiB, and as much again while they are compared
 PIECE_ELEMENTS = 1 << 24
+_CHUNK = 64
 
 
 class DeviceLogprobs(NamedTuple):
@@ -46,33 +47,74 @@ class DevicePrompt(NamedTuple):
 
 def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids, logits) of the `count` largest logits of each row, ties to the lower id, [R, count] each."""
-    values, token_ids = logits.topk(count, dim=-1)
-    # topk leaves open in which order equal values come, and which of them lie beyond the cut
-    token_ids, order = token_ids.sort(dim=-1)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    token_ids = token_ids.gather(1, order)
-    last = values[:, -1:]
-    if logits.is_cuda:  # to look would be to wait
-        return _with_lowest_ties(logits, token_ids, values, last), values
-    crowded = ((logits >= last).sum(-1) > count).nonzero()[:, 0]
-    if len(crowded):
-        token_ids[crowded] = _with_lowest_ties(
-            logits[crowded], token_ids[crowded], values[crowded], last[crowded]
-        )
+    if logits.is_cuda:  # to look for ties would be to wait
+        token_ids, values = _in_order(logits, count)
+        return _with_lowest_ties(logits, token_ids, values), values
+    found = _in_few_chunks(logits, count) if logits.shape[1] >= 16 * _CHUNK * count else None
+    if found is not None:
+        return found
+    more = min(count + 1, logits.shape[1])
+    token_ids, values = _in_order(logits, more)
+    crowded = torch.zeros(len(logits), dtype=torch.bool)
+    if more > count:  # the value at the cut comes once more, and maybe with a lower id
+        crowded = values[:, count - 1] == values[:, count]
+        token_ids, values = token_ids[:, :count], values[:, :count]
+    if crowded.any():
+        rows = crowded.nonzero()[:, 0]
+        token_ids[rows] = _with_lowest_ties(logits[rows], token_ids[rows], values[rows])
     return token_ids, values
 
 
+def _in_order(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, values), those found of equal values by ascending id. `topk` leaves open which of equal values lie beyond
+    the cut, and in which order the others come."""
+    values, token_ids = logits.topk(count, dim=-1)
+    token_ids, order = token_ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return token_ids.gather(1, order), values
+
+
+def _in_few_chunks(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As `most_likely`, from the `count` chunks with the largest maxima: one pass over the row instead of a search in it. None
+    where maxima tie."""
+    num_rows, vocab = logits.shape
+    num_chunks = vocab // _CHUNK
+    chunks = logits[:, : num_chunks * _CHUNK].reshape(num_rows, num_chunks, _CHUNK)
+    maxima, best = chunks.amax(-1).topk(count + 1, dim=-1)
+    if (maxima[:, count - 1] == maxima[:, count]).any():
+        return None
+    best = best[:, :count].sort(dim=-1).values
+    rest = torch.arange(num_chunks * _CHUNK, vocab)
+    ids = (best[..., None] * _CHUNK + torch.arange(_CHUNK)).flatten(1)
+    ids = torch.cat((ids, rest.expand(num_rows, -1)), dim=1)
+    places, values = most_likely(logits.gather(1, ids), count)
+    return ids.gather(1, places), values
+
+
 def _with_lowest_ties(
-    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor, last: torch.Tensor
+    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Token ids of `values`, those of the last value replaced by the lowest ids that have it."""
     vocab, count = logits.shape[1], values.shape[1]
+    last = values[:, -1:]
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
     lowest = torch.where(logits == last, ids, vocab).topk(count, dim=-1, largest=False).values
     lowest = lowest.sort(dim=-1).values.long()
     num_greater = (values > last).sum(-1, keepdim=True)
     place = torch.arange(count, device=logits.device) - num_greater
     return torch.where(place < 0, token_ids, lowest.gather(1, place.clamp(min=0)))
+
+
+def _num_greater(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many logits of a row are greater than each of its `values` [R, C]."""
+    if logits.is_cuda:
+        columns = [(logits > column[:, None]).sum(-1) for column in values.T]
+        return torch.stack(columns, dim=1)
+    counts = np.zeros(values.shape, np.int64)
+    for row, (of_row, own) in enumerate(zip(logits.numpy(), values.numpy(), strict=True)):
+        for column, value in enumerate(own):
+            counts[row, column] = np.count_nonzero(of_row > value)
+    return torch.from_numpy(counts)
 
 
 def token_logprobs(
@@ -85,9 +127,7 @@ def token_logprobs(
     count = min(count, logits.shape[1])
     chosen = token_ids.clamp(min=0)
     values = logits.gather(1, chosen)
-    ranks = torch.stack(
-        [(logits > values[:, c : c + 1]).sum(-1) + 1 for c in range(chosen.shape[1])], dim=1
-    )
+    ranks = 1 + _num_greater(logits, values)
     own = chosen[..., None], (values - normaliser[:, None])[..., None], ranks[..., None]
     if count == 0:
         return DeviceLogprobs(*(tensor.flatten(0, 1) for tensor in own))
