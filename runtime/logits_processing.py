@@ -176,7 +176,8 @@ def _run_processors(logits: torch.Tensor, extras: RowExtras, fixed: _Fixed) -> s
         except Exception as error:
             return f"logits processor {name} raised {type(error).__name__}: {error}"
         if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
-            shape = list(result.shape) if isinstance(result, torch.Tensor) else type(result)
+            is_tensor = isinstance(result, torch.Tensor)
+            shape = list(result.shape) if is_tensor else type(result).__name__
             return f"logits processor {name}: expected logits {list(logits.shape)}, got {shape}"
         if result is not logits:
             logits.copy_(result)

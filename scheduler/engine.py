@@ -117,6 +117,7 @@ class Request:
                 tuple(params.stop),
                 params.include_stop_str_in_output,
                 params.skip_special_tokens,
+                params.min_tokens,
             )
         token_ids = seq.output_token_ids[stream.num_tokens :].tolist()
         if seq.status is SequenceStatus.FINISHED_STOPPED and params.skip_special_tokens:
