@@ -160,7 +160,8 @@ class SparseCounts(_Counts):
             x = row.take(token_ids)
             factor = np.float32(extras.params.repetition_penalty)
             if factor != 1:
-                x = np.where(x > 0, x / factor, x * factor)
+                with np.errstate(over="ignore", invalid="ignore"):  # such a row is told later
+                    x = np.where(x > 0, x / factor, x * factor)
             x -= seen.offsets[: seen.size]
             row[token_ids] = x
 

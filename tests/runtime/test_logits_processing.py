@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.runtime import token_counts
+from octavo.runtime import sampler, token_counts
 from octavo.runtime.cpu_draw import Draws, draw, most_likely
 from octavo.runtime.logits_processing import LogitsProcessing
 from octavo.runtime.params import SamplingParams
@@ -305,6 +305,31 @@ def test_placeholders_beyond_the_vocabulary_are_nobodys_tokens():
     out = processed([ask, Ask(SamplingParams(presence_penalty=1.0))], logits)
     assert (out[0] != logits[0]).nonzero()[:, 0].tolist() == [1, 2]
     assert torch.equal(out[1], logits[1])
+
+
+def test_the_ops_of_a_gpu_choose_the_same_greedy_tokens(monkeypatch):
+    """Dense counts, processed rows beside plain ones, a row that is left with nothing."""
+    asks = mixed_batch(random.Random(6), 40)
+    for place, ask in enumerate(asks):
+        changes = {f: getattr(ask.params, f) for f in ask.params.__struct_fields__}
+        greedy = {"temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        asks[place] = Ask(SamplingParams(**(changes | greedy)), *ask_tokens(ask), seq_id=place)
+    nothing = SamplingParams(temperature=0, allowed_token_ids=[1], bad_words_token_ids=[[1]])
+    asks[5] = Ask(nothing, seq_id=5)
+    logits = logits_of(7, len(asks))
+    logits[9, 3] = float("nan")
+    expected = sample(logits, rows_of(asks))
+    dense = lambda x: DenseCounts(x.shape[1], x.device)  # noqa: E731
+    monkeypatch.setattr("octavo.runtime.logits_processing.counts_for", dense)
+    monkeypatch.setattr("octavo.runtime.sampler._choose_on_cpu", sampler._choose_by_ops)
+    got = sample(logits, rows_of(asks))
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    assert got.token_ids[5] == got.token_ids[9] == -1 and got.errors == expected.errors
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def ask_tokens(ask: Ask) -> tuple[list[int], list[int], tuple[int, ...]]:
+    return ask.prompt, ask.output, ask.eos
 
 
 # -- processors
