@@ -37,7 +37,8 @@ from transformers import (
 
 from octavo.runtime.logits_processing import LogitsProcessing
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import SamplingRows, sample_on_device
+from octavo.runtime.sampler import sample_on_device
+from octavo.runtime.sampling_rows import SamplingRows
 from octavo.runtime.token_counts import RowExtras
 
 KINDS = {

@@ -24,7 +24,7 @@ _LEAST_TEMPERATURE = (
 
 
 class Draws(NamedTuple):
-    """What draws depend on beside the logits, one entry per row; see `sampler.SamplingRows`."""
+    """What draws depend on beside the logits, one entry per row; see `sampling_rows.SamplingRows`."""
 
     temperature: np.ndarray
     top_k: np.ndarray

@@ -53,11 +53,10 @@ class _Fixed:
         """Tokens that would complete a bad word, or end the sequence too early."""
         found = self.bad_tokens
         if self.bad_words:
-            output = extras.output_token_ids
+            longest = max(len(before) for before, _ in self.bad_words)
+            output = extras.output_from(max(0, extras.num_output_tokens - longest)).tolist()
             found = found + [
-                last
-                for before, last in self.bad_words
-                if len(before) <= len(output) and output[-len(before) :].tolist() == before
+                last for before, last in self.bad_words if output[-len(before) :] == before
             ]
         if extras.num_output_tokens < self.params.min_tokens:
             ends = (*extras.eos_token_ids, *self.params.stop_token_ids)
@@ -167,7 +166,8 @@ def _on_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 def _run_processors(logits: torch.Tensor, extras: RowExtras, fixed: _Fixed) -> str | None:
     """Run a request's processors on its row, in place. Returns what went wrong, if anything."""
-    output = extras.output_token_ids
+    output = extras.output_from(0)
+    output.flags.writeable = False
     for processor, takes_prompt in fixed.processors:
         name = getattr(processor, "__name__", type(processor).__name__)
         tokens = (extras.prompt_token_ids, output) if takes_prompt else (output,)

@@ -18,7 +18,8 @@ from .kv_pool import KVPool
 from .launch_args import LaunchArgs
 from .metadata import NULL_BLOCK, PAD_SLOT
 from .params import SamplingParams
-from .sampler import SamplingRows, sample
+from .sampler import sample
+from .sampling_rows import SamplingRows
 from .token_counts import RowExtras
 
 if TYPE_CHECKING:

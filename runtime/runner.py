@@ -20,7 +20,8 @@ from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .logits_processing import LogitsProcessing
 from .metadata import SamplerOutput, SequenceGroupMetadata
 from .params import LoRARequest
-from .sampler import SamplingRows, sample_on_device, sampling_rows
+from .sampler import sample_on_device
+from .sampling_rows import SamplingRows, sampling_rows, with_newest_tokens
 from .shadow_cache import ShadowCache
 from .snapshots import Snapshots
 from .top_logprobs import prompt_logprobs
@@ -188,6 +189,8 @@ class ModelRunner:
             token_ids = torch.from_numpy(drawn.token_ids[samples]).clamp(min=0)
             args.input_ids[torch.from_numpy(tokens)] = token_ids.to(args.input_ids.device)
         rows = step.rows
+        if before is not None and drawn is not None:
+            rows = with_newest_tokens(rows, before.snapshots, drawn)
         if self._graphs is not None and self._graphs.takes(args):
             return sample_on_device(self._graphs.logits(args), rows, self._processing).fetch()
         hidden = self.model(args, self.pool)

@@ -20,17 +20,8 @@ from .. import kernels
 from . import cpu_draw
 from .logits_processing import LogitsProcessing
 from .metadata import SampleLogprobs, SamplerOutput
-from .sampling_rows import SamplingRows, sampling_rows, uniform
+from .sampling_rows import SamplingRows, uniform
 from .top_logprobs import DeviceLogprobs, DevicePrompt, most_likely, token_logprobs
-
-__all__ = [
-    "DeviceSamples",
-    "SamplingRows",
-    "sample",
-    "sample_on_device",
-    "sampling_rows",
-    "uniform",
-]
 
 _NOTHING_LEFT = (
     "no token is left to choose: after what was asked for, no finite logit is the largest"

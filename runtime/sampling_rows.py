@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .metadata import SequenceGroupMetadata
+from .drawn_tokens import sample_places
+from .metadata import SamplerOutput, SequenceGroupMetadata
 from .snapshots import DecodeRows, Snapshots
 from .token_counts import RowExtras
 
@@ -66,8 +67,9 @@ def _extras_of_decodes(rows: DecodeRows) -> Iterator[RowExtras]:
             rows.sampling_params[row],
             rows.seq_ids[row],
             tokens[:prompt_len],
-            tokens[prompt_len : int(rows.num_tokens[row])],
+            tokens[prompt_len : int(rows.num_tokens[row]) - rows.awaits_draw],
             rows.eos_token_ids[row],
+            rows.awaits_draw,
         )
 
 
@@ -90,14 +92,29 @@ def _rows_of(
             num_drawn = 0 if metadata.is_first_sample else metadata.num_drawn(data)
             if not params.is_plain:
                 row, prompt = first_row + len(rows), data.prompt_token_ids
-                ends = metadata.eos_token_ids
-                extras.append(RowExtras(row, params, seq_id, prompt, output, ends))
+                ends, awaits = metadata.eos_token_ids, metadata.awaits_draw(data)
+                extras.append(RowExtras(row, params, seq_id, prompt, output, ends, awaits))
             rows.append((*params.draw(index), num_drawn, num_candidates))
     columns = list(zip(*rows, strict=True)) if rows else [()] * 7
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.uint64, np.int64)
     return SamplingRows(
         *(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)),
         extras=tuple(extras),
+    )
+
+
+def with_newest_tokens(rows: SamplingRows, before: Snapshots, drawn: SamplerOutput) -> SamplingRows:
+    """`rows` of a step that was put together while the step `before` ran, which drew the newest tokens of some."""
+    if not any(extras.awaits_draw for extras in rows.extras):
+        return rows
+    places = sample_places(before)
+    return rows._replace(
+        extras=tuple(
+            extras._replace(newest_token=int(drawn.token_ids[places[extras.seq_id]]))
+            if extras.awaits_draw
+            else extras
+            for extras in rows.extras
+        )
     )
 
 

@@ -35,35 +35,52 @@ class RowExtras(NamedTuple):
     prompt_token_ids: np.ndarray
     output_token_ids: np.ndarray
     eos_token_ids: tuple[int, ...] = ()
+    awaits_draw: bool = False  # one more output token is there, which the step before draws
+    newest_token: int = -1  # that token, when it is known and is one
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output_token_ids)
+        return len(self.output_token_ids) + self.awaits_draw
+
+    def output_from(self, start: int) -> np.ndarray:
+        """Output tokens from place `start` on, as far as they are known."""
+        known = self.output_token_ids[start:]
+        if self.newest_token < 0 or start > len(self.output_token_ids):
+            return known
+        return np.append(known, np.int32(self.newest_token))
 
 
 class _Counted:
     """How far a sequence has been counted, and the result."""
 
-    __slots__ = ("output", "params", "prompt", "result", "used")
+    __slots__ = ("newest", "output", "params", "prompt", "result", "used")
 
-    def __init__(self, extras: RowExtras, used: int, result: Any) -> None:
-        self.prompt = extras.prompt_token_ids
-        self.output = extras.output_token_ids
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def is_now(self, extras: RowExtras, used: int) -> None:
+        self.prompt, self.output = extras.prompt_token_ids, extras.output_token_ids
+        self.newest = extras.newest_token
         self.params = extras.params
         self.used = used
-        self.result = result
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output) + (self.newest >= 0)
 
     def begins(self, extras: RowExtras) -> bool:
         """Whether what has been counted is a beginning of the sequence."""
-        output, num_counted = extras.output_token_ids, len(self.output)
-        if num_counted > len(output) or len(self.prompt) != len(extras.prompt_token_ids):
+        output, num_known = extras.output_token_ids, len(self.output)
+        if num_known > len(output) or len(self.prompt) != len(extras.prompt_token_ids):
+            return False
+        if self.newest >= 0 and extras.output_from(num_known)[:1].tolist() != [self.newest]:
             return False
         if self.params is not extras.params and self.params != extras.params:
             return False
         if output.base is not None and output.base is self.output.base:
             return True  # append-only
         same = np.array_equal(self.prompt, extras.prompt_token_ids)
-        return same and np.array_equal(self.output, output[:num_counted])
+        return same and np.array_equal(self.output, output[:num_known])
 
 
 class _Counts:
@@ -93,11 +110,12 @@ class _Counts:
         if counted is None or not counted.begins(extras):
             if counted is not None:
                 self._forget(counted)
-            counted = _Counted(extras, self._calls, self._count(extras))
-        elif len(counted.output) < len(extras.output_token_ids):
-            self._add(counted.result, extras.output_token_ids[len(counted.output) :])
-        counted.prompt, counted.output = extras.prompt_token_ids, extras.output_token_ids
-        counted.used = self._calls
+            counted = _Counted(self._count(extras))
+        else:
+            new = extras.output_from(counted.num_output_tokens)
+            if len(new):
+                self._add(counted.result, new)
+        counted.is_now(extras, self._calls)
         self._known[extras.seq_id] = counted
         return counted.result
 
@@ -166,7 +184,7 @@ class SparseCounts(_Counts):
             row[token_ids] = x
 
     def _count(self, extras: RowExtras) -> _Distinct:
-        return _Distinct(self._prompt(extras), extras.output_token_ids, extras.params)
+        return _Distinct(self._prompt(extras), extras.output_from(0), extras.params)
 
     def _add(self, result: _Distinct, token_ids: np.ndarray) -> None:
         for token in token_ids.tolist():
@@ -218,7 +236,7 @@ class DenseCounts(_Counts):
         slot = self._free.pop()
         self._fresh.append(slot)
         self._new[0].append((slot, self._prompt(extras)))
-        self._new[1].append((slot, extras.output_token_ids))
+        self._new[1].append((slot, extras.output_from(0)))
         return slot
 
     def _add(self, result: int, token_ids: np.ndarray) -> None:

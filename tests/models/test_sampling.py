@@ -344,10 +344,11 @@ def test_snapshots_and_outputs_can_be_written_down(tiny):
     runner, outputs, snapshots = engine._runner, [], []
 
     class Keeping:
-        def execute(self, seq_group_metadata_list, **kwargs):
+        def launch(self, seq_group_metadata_list, **kwargs):
             snapshots.extend(seq_group_metadata_list)
-            outputs.append(runner.execute(seq_group_metadata_list, **kwargs))
-            return outputs[-1]
+            launch = runner.launch(seq_group_metadata_list, **kwargs)
+            outputs.append(launch.result())
+            return launch
 
     engine._runner = Keeping()
     finish(engine)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import SamplingRows
+from octavo.runtime.sampling_rows import SamplingRows
 from octavo.runtime.token_counts import RowExtras
 
 

@@ -217,10 +217,11 @@ class Life:
         self.buffers[seq_id][length] = token
         self.lengths[seq_id] = prompt_len, length + 1
 
-    def extras(self, row: int, seq_id: int, params: SamplingParams) -> RowExtras:
+    def extras(self, row: int, seq_id: int, params: SamplingParams, newest: int = -1) -> RowExtras:
         prompt_len, length = self.lengths[seq_id]
         buffer = self.buffers[seq_id]
-        return RowExtras(row, params, seq_id, buffer[:prompt_len], buffer[prompt_len:length])
+        output = buffer[prompt_len:length]
+        return RowExtras(row, params, seq_id, buffer[:prompt_len], output, (), newest >= 0, newest)
 
 
 def penalised(counts: SparseCounts | DenseCounts, rows: list[RowExtras], logits) -> torch.Tensor:
@@ -232,7 +233,8 @@ def penalised(counts: SparseCounts | DenseCounts, rows: list[RowExtras], logits)
 
 @pytest.mark.parametrize("kind", [SparseCounts, lambda v: DenseCounts(v, torch.device("cpu"))])
 def test_counts_survive_whatever_happens_to_a_sequence(kind):
-    """Appended to, forked, left out, reordered, ended, replaced under the same id: always what counting anew gives."""
+    """Appended to, forked, left out, reordered, ended, replaced under the same id, its newest token not written yet, or
+    drawn in vain: always what counting anew gives."""
     rng = random.Random(0)
     kept, life = kind(VOCAB), Life(rng)
     params = [
@@ -256,7 +258,11 @@ def test_counts_survive_whatever_happens_to_a_sequence(kind):
             if rng.random() < 0.7:
                 life.append(seq_id, rng.randrange(VOCAB))
         chosen = rng.sample(list(life.buffers), rng.randint(1, min(6, len(life.buffers))))
-        rows = [life.extras(row, i, params[i % 3]) for row, i in enumerate(chosen)]
+        ahead = {i: rng.randrange(VOCAB) for i in chosen if rng.random() < 0.4}
+        rows = [life.extras(r, i, params[i % 3], ahead.get(i, -1)) for r, i in enumerate(chosen)]
+        for i, token in ahead.items():
+            if rng.random() < 0.8:  # else something else comes in its place
+                life.append(i, token)
         logits = logits_of(step, len(rows))
         got = penalised(kept, rows, logits)
         assert torch.equal(got, penalised(kind(VOCAB), rows, logits))

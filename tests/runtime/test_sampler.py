@@ -9,13 +9,8 @@ import torch
 from octavo.runtime import cpu_draw
 from octavo.runtime.cpu_draw import Draws
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import (
-    SamplingRows,
-    _choose_by_ops,
-    sample,
-    sample_on_device,
-    uniform,
-)
+from octavo.runtime.sampler import _choose_by_ops, sample, sample_on_device
+from octavo.runtime.sampling_rows import SamplingRows, uniform
 
 
 def columns(params: list[SamplingParams], steps=None) -> SamplingRows:

@@ -13,7 +13,7 @@ from octavo.runtime.launch_args import LaunchArgs, build_launch_args
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.metadata import MetadataError, SamplerOutput, StaleMetadataError
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import SamplingRows, sampling_rows
+from octavo.runtime.sampling_rows import SamplingRows, sampling_rows
 from octavo.runtime.snapshots import Snapshots
 from octavo.scheduler import Scheduler, SchedulerConfig, SequenceGroup
 
