@@ -138,13 +138,18 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("blocks", [19, 200])
-def test_logprobs_of_every_kind_of_request(tiny, blocks):
+def test_logprobs_of_every_kind_of_request(tiny, blocks, overlapped):
     """Each token's own and the most likely ones are those of a plain forward pass over what it made, and add up; also when
     requests preempt one another."""
-    engine = tiny.engine(num_gpu_blocks=blocks, max_num_batched_tokens=16, num_cpu_blocks=20)
+    engine = tiny.engine(
+        blocks, max_num_batched_tokens=16, num_cpu_blocks=20, async_scheduling=overlapped
+    )
     for number, kind in enumerate(KINDS):
-        params = SamplingParams(max_tokens=9, logprobs=number % 4, **kind)
+        params = SamplingParams(
+            max_tokens=9, logprobs=number % 4, prompt_logprobs=number % 2, **kind
+        )
         engine.add_request(f"{number}", prompt_of(number, 5 + number), params)
         engine.add_request(f"plain {number}", prompt_of(9, 3), SamplingParams(seed=1))
     outputs = finish(engine)
@@ -152,6 +157,7 @@ def test_logprobs_of_every_kind_of_request(tiny, blocks):
     for number, kind in enumerate(KINDS):
         output = outputs[f"{number}"]
         assert len(output.outputs) == kind.get("n", 1)
+        check_prompt(tiny, output, number % 2)
         for completion in output.outputs:
             ids = completion.token_ids
             assert completion.logprobs is not None and len(completion.logprobs) == len(ids) > 0
@@ -167,6 +173,33 @@ def test_logprobs_of_every_kind_of_request(tiny, blocks):
         assert outputs[f"plain {number}"].outputs[0].logprobs is None
     ranked = [c.cumulative_logprob for c in outputs["3"].outputs]
     assert ranked == sorted(ranked, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_overlapped_steps_give_the_same(tiny, kind):
+    """B65: a history that lags behind the device by a token counts it all the same. Many decodes, so steps do overlap."""
+    outputs, ahead = [], []
+    for overlapped in (False, True):
+        engine = tiny.engine(max_num_seqs=64, async_scheduling=overlapped)
+        schedule_ahead = engine.scheduler.schedule_ahead
+
+        def noted(schedule_ahead=schedule_ahead):
+            found = schedule_ahead()
+            ahead.append(found is not None and not found.is_empty)
+            return found
+
+        engine.scheduler.schedule_ahead = noted
+        common = {"max_tokens": 16, "ignore_eos": True, "logprobs": 1, "min_tokens": 3}
+        for number in range(4):
+            params = SamplingParams(**(common | kind), stop_token_ids=[number + 30])
+            engine.add_request(f"{number}", prompt_of(number, 5 + number), params)
+        outputs.append(finish(engine))
+    serial, overlapped = outputs
+    assert any(ahead) == (kind.get("n", 1) == 1)
+    for name, output in serial.items():
+        for ours, theirs in zip(output.outputs, overlapped[name].outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert [list(d) for d in ours.logprobs] == [list(d) for d in theirs.logprobs]
 
 
 def test_samples_of_two_requests_are_their_own(tiny):
