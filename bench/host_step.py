@@ -38,7 +38,7 @@ from octavo.runtime.launch_args import build_launch_args
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.metadata import SamplerOutput
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import sampling_rows
+from octavo.runtime.sampling_rows import sampling_rows
 from octavo.scheduler import BlockManager, Scheduler, SchedulerConfig, SequenceGroup
 from octavo.scheduler.sequence import Sequence
 

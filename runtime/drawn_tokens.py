@@ -44,7 +44,7 @@ def awaited_draws(
 
 
 def _places_of(waiting: list[tuple[str, int]], before: Snapshots | None) -> list[int]:
-    places = {} if before is None else _sample_places(before)
+    places = {} if before is None else sample_places(before)
     for request_id, seq_id in waiting:
         if seq_id not in places:
             raise MetadataError(
@@ -55,7 +55,7 @@ def _places_of(waiting: list[tuple[str, int]], before: Snapshots | None) -> list
     return [places[seq_id] for _, seq_id in waiting]
 
 
-def _sample_places(snapshots: Snapshots) -> dict[int, int]:
+def sample_places(snapshots: Snapshots) -> dict[int, int]:
     """seq_id -> place among the step's samples, of each sequence that draws one token."""
     decodes = snapshots.decodes
     places = {} if decodes is None else {seq_id: i for i, seq_id in enumerate(decodes.seq_ids)}

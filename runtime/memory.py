@@ -17,7 +17,10 @@ import torch
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs
 from .metadata import NULL_BLOCK, PAD_SLOT
-from .sampler import SamplingRows, sample
+from .params import SamplingParams
+from .sampler import sample
+from .sampling_rows import SamplingRows
+from .token_counts import RowExtras
 
 if TYPE_CHECKING:
     from .runner import Model
@@ -194,7 +197,9 @@ def largest_step(
 
 
 def _dearest_sampling(num_rows: int) -> SamplingRows:
-    """All filters on: they sort the logits of every row."""
+    """All filters and penalties on: every row's tokens are counted on the device, and its logits copied."""
+    params = SamplingParams(repetition_penalty=1.1)
+    token = np.zeros(1, np.int32)
     return SamplingRows(
         temperature=np.ones(num_rows),
         top_k=np.full(num_rows, 50, np.int64),
@@ -203,4 +208,5 @@ def _dearest_sampling(num_rows: int) -> SamplingRows:
         seed=np.arange(num_rows, dtype=np.uint64),
         step=np.zeros(num_rows, np.uint64),
         num_candidates=np.ones(num_rows, np.int64),
+        extras=tuple(RowExtras(row, params, row, token, token) for row in range(num_rows)),
     )

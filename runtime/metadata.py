@@ -120,6 +120,8 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
                          has to run the encoder, and all of them afterwards
     cross_block_table    int32 array, ids of the blocks that hold what the decoder attends across to; shared by all
                          sequences of the group
+    num_prompt_logprobs  of a request that asks for `prompt_logprobs`, prompt tokens whose log probabilities are known: those
+                         at positions 1 to this many
     """
 
     request_id: str
@@ -138,6 +140,7 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     encoder_seq_data: SequenceData | None = None
     cross_block_table: np.ndarray | None = None
+    num_prompt_logprobs: int = 0
 
     def rows(self) -> Iterator[tuple[int, SequenceData, np.ndarray]]:
         """(seq_id, data, block table) by ascending seq_id: the order of rows everywhere."""
@@ -188,8 +191,26 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that come back for this group from this step."""
         return self.num_logits * self.num_candidates
 
+    @property
+    def prompt_logprobs_range(self) -> tuple[int, int]:
+        """Positions [first, stop) whose logits say the log probability of the prompt token after them, and are to do so in
+        this step."""
+        if self.sampling_params.prompt_logprobs is None or not self.is_prompt:
+            return 0, 0
+        _, data, _ = next(self.rows())
+        context_len = data.num_computed_tokens
+        stop = min(context_len + self.token_chunk_size, len(data.prompt_token_ids) - 1)
+        first = max(context_len, self.num_prompt_logprobs)
+        return first, max(first, stop)
+
     def to_bytes(self) -> bytes:
-        """msgpack, no pickle."""
+        """msgpack, no pickle. ValueError for a request with logits processors: functions are not data."""
+        processors = self.sampling_params.logits_processors
+        if processors:
+            raise ValueError(
+                f"request {self.request_id!r}: logits_processors: expected none in a snapshot that is written, got "
+                f"{processors!r}"
+            )
         return _encoder.encode(self)
 
     @classmethod
@@ -216,17 +237,55 @@ class SequenceGroupMetadata(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """What L tokens, and the k most likely tokens at the place of each, are worth under the raw logits.
+
+    token_ids  int64 [L, 1 + k]    the token itself, then the k most likely ones, best first, ties to the lower id
+    logprobs   float32 [L, 1 + k]  natural log probabilities
+    ranks      int64 [L, 1 + k]    1 + number of tokens whose logits are greater
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class SampleLogprobs(msgspec.Struct, frozen=True):
+    """Those of the samples at `places`, int64 [L], whose requests ask for equally many."""
+
+    places: np.ndarray
+    tokens: TokenLogprobs
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Those of the prompt tokens at positions [start, start + L) of one request."""
+
+    request_id: str
+    start: int
+    tokens: TokenLogprobs
+
+
 class SamplerOutput(msgspec.Struct, frozen=True):
     """Drawn tokens in row order: groups in list order, `num_samples` entries each.
 
     For a beam search these are the candidates of each row, most likely first; where the vocabulary has fewer, the rest has
     log probability -inf.
-    token_ids  int64 [num_samples]; -1 where the logits were not finite
+    token_ids  int64 [num_samples]; -1 where there is none, for the reason in `errors`, by default that the model's logits
+               were not finite
     logprobs   float32 [num_samples], natural log probability of each token under the raw logits
+    details    for the requests that ask for `logprobs`
+    prompts    for the requests that ask for `prompt_logprobs`
+    errors     place of a sample -> why it has no token
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
+    details: tuple[SampleLogprobs, ...] = ()
+    prompts: tuple[PromptLogprobs, ...] = ()
+    errors: dict[int, str] = {}
 
 
 def _encode(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from .block_mover import BlockMover
@@ -16,11 +17,14 @@ from .decode_graphs import DecodeGraphs
 from .drawn_tokens import awaited_draws, with_drawn
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
+from .logits_processing import LogitsProcessing
 from .metadata import SamplerOutput, SequenceGroupMetadata
 from .params import LoRARequest
-from .sampler import SamplingRows, sample, sampling_rows
+from .sampler import sample_on_device
+from .sampling_rows import SamplingRows, sampling_rows, with_newest_tokens
 from .shadow_cache import ShadowCache
 from .snapshots import Snapshots
+from .top_logprobs import prompt_logprobs
 
 _Pairs = list[tuple[int, int]] | tuple[()]
 _NO_TOKENS = SamplerOutput(np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -101,6 +105,7 @@ class ModelRunner:
         self._adapters = adapters
         self._executor = AtOnce() if executor is None else executor
         self._buffers = LaunchBuffers(pool.data.device)
+        self._processing = LogitsProcessing()
         num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
         self._shadow = (
             ShadowCache(pool.block_size, pool.num_blocks, num_host_blocks) if check else None
@@ -183,12 +188,17 @@ class ModelRunner:
             # of a row whose logits were not finite the next token has no meaning
             token_ids = torch.from_numpy(drawn.token_ids[samples]).clamp(min=0)
             args.input_ids[torch.from_numpy(tokens)] = token_ids.to(args.input_ids.device)
+        rows = step.rows
+        if before is not None and drawn is not None:
+            rows = with_newest_tokens(rows, before.snapshots, drawn)
         if self._graphs is not None and self._graphs.takes(args):
-            return sample(self._graphs.logits(args), step.rows)
+            return sample_on_device(self._graphs.logits(args), rows, self._processing).fetch()
         hidden = self.model(args, self.pool)
-        if len(step.rows.seed) == 0:
-            return _NO_TOKENS
-        return sample(self.model.compute_logits(hidden[args.logits_indices]), step.rows)
+        prompts = prompt_logprobs(self.model, hidden, step.snapshots)
+        if len(rows.seed) == 0:
+            return replace(_NO_TOKENS, prompts=tuple(prompt.fetch() for prompt in prompts))
+        logits = self.model.compute_logits(hidden[args.logits_indices])
+        return sample_on_device(logits, rows, self._processing, prompts).fetch()
 
 
 class LaunchedStep(NamedTuple):

@@ -28,7 +28,8 @@ class DecodeRows:
     cumulative_logprobs  float64
     tokens, logprobs     read-only buffers whose beginnings are the sequence's tokens and its outputs' log probabilities
     tables               int32 arrays whose first ceil(num_tokens / block_size) entries are the block table
-    temperature, top_k, top_p, min_p, seed   the sampling parameters as columns, see `sampler.SamplingRows`
+    temperature, top_k, top_p, min_p, seed   the sampling parameters as columns, see `sampling_rows.SamplingRows`
+    is_plain             bool    `SamplingParams.is_plain`
     awaits_draw          the newest token of each is the one that the step before this draws: it is counted, but its id is
                          not known yet, and stands in neither `last_token_ids` nor `tokens`
     """
@@ -51,6 +52,7 @@ class DecodeRows:
     top_p: np.ndarray
     min_p: np.ndarray
     seed: np.ndarray
+    is_plain: np.ndarray
     block_size: int
     sliding_window: int | None
     awaits_draw: bool = False

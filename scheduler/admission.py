@@ -20,6 +20,7 @@ def check_admissible(group: SequenceGroup, config: SchedulerConfig) -> None:
     if len(prompt) == 0:
         raise ValueError("prompt_token_ids: expected at least one token, got an empty prompt")
     _check_token_ids("prompt_token_ids", prompt, config)
+    _check_sampling(group, config)
     _check_encoder(group, config)
     _check_spans(group, config)
     cross = num_cross_blocks(group, config)
@@ -57,6 +58,19 @@ def _check_token_ids(name: str, token_ids: np.ndarray, config: SchedulerConfig) 
     if limit is not None and not (token_ids.min() >= 0 and token_ids.max() < limit):
         bad = int(token_ids.min()) if token_ids.min() < 0 else int(token_ids.max())
         raise ValueError(f"{name}: expected ids in [0, {limit}), got {bad}")
+
+
+def _check_sampling(group: SequenceGroup, config: SchedulerConfig) -> None:
+    vocab, params = config.vocab_size, group.sampling_params
+    if vocab is None:
+        return
+    for name, token_ids in params.token_id_lists():
+        if token_ids and max(token_ids) >= vocab:
+            raise ValueError(f"{name}: expected ids in [0, {vocab}), got {max(token_ids)}")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab:
+            raise ValueError(f"{name}: expected at most {vocab} (the vocabulary), got {count}")
 
 
 def _check_encoder(group: SequenceGroup, config: SchedulerConfig) -> None:

@@ -22,6 +22,7 @@ class Continuation:
     """One more token for one beam."""
 
     parent: int  # which of the step's beams
+    place: int  # among the candidates of all beams together
     token_id: int
     logprob: float
     cumulative_logprob: float
@@ -60,7 +61,8 @@ def choose(
     for rank, place in enumerate(best[np.isfinite(flat[best])].tolist()):
         parent, column = divmod(place, token_ids.shape[1])
         token = int(token_ids[parent, column])
-        step = Continuation(parent, token, float(logprobs[parent, column]), float(flat[place]))
+        logprob = float(logprobs[parent, column])
+        step = Continuation(parent, place, token, logprob, float(flat[place]))
         if not (at_limit or token in end_token_ids):
             going.append(step)
         elif rank < width:  # one that is not among the best now would not have been a beam either

@@ -30,6 +30,7 @@ _COLUMNS = {
     "top_p": np.float64,
     "min_p": np.float64,
     "seed": np.uint64,
+    "is_plain": np.bool_,
 }
 
 
@@ -163,6 +164,7 @@ class DecodeBatch:
             longest,
             seq.capacity,
             *group.sampling_params.draw(seq.index),
+            group.sampling_params.is_plain,
         )
 
     def _number(self) -> None:
@@ -258,6 +260,7 @@ class DecodeBatch:
             top_p=column["top_p"],
             min_p=column["min_p"],
             seed=column["seed"],
+            is_plain=column["is_plain"],
             block_size=self._config.block_size,
             sliding_window=self._config.sliding_window,
             awaits_draw=awaits_draw,

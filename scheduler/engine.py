@@ -19,7 +19,9 @@ import numpy as np
 
 from ..runtime.metadata import SamplerOutput, SequenceGroupMetadata, StaleMetadataError
 from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
+from .bad_words import with_bad_words
 from .invariants import check_step
+from .logprobs import Logprob, TokenDetail, TokenTexts, as_dict
 from .outputs import CompletionOutput, RequestOutput
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceGroup, SequenceStatus
@@ -77,12 +79,19 @@ class Request:
     """A request in the engine: the scheduler's group and the text of its completions."""
 
     def __init__(
-        self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None
+        self,
+        group: SequenceGroup,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        token_texts: TokenTexts,
     ) -> None:
         self.group = group
         self.prompt = prompt
         self._tokenizer = tokenizer
+        self._token_texts = token_texts
         self._streams: dict[int, TextStream] = {}  # by sample index
+        # what `output` has made of log probabilities, so that a token is looked at once; None is for the prompt
+        self._logprobs: dict[Sequence | None, list[dict[int, Logprob]]] = {}
 
     @property
     def finished(self) -> bool:
@@ -110,6 +119,7 @@ class Request:
                 tuple(params.stop),
                 params.include_stop_str_in_output,
                 params.skip_special_tokens,
+                params.min_tokens,
             )
         token_ids = seq.output_token_ids[stream.num_tokens :].tolist()
         if seq.status is SequenceStatus.FINISHED_STOPPED and params.skip_special_tokens:
@@ -132,7 +142,20 @@ class Request:
             finished=self.finished,
             metrics=dataclasses.replace(group.metrics),
             num_cached_tokens=group.metrics.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.group.sampling_params.prompt_logprobs is None:
+            return None
+        return [None, *self._converted(None, self.group.prompt_logprobs)]
+
+    def _converted(
+        self, owner: Sequence | None, details: list[TokenDetail]
+    ) -> list[dict[int, Logprob]]:
+        known = self._logprobs.setdefault(owner, [])
+        known += [as_dict(detail, self._token_texts) for detail in details[len(known) :]]
+        return known.copy()
 
     def _returned(self) -> list[Sequence]:
         """The n sequences to be returned: all, or the most likely ones where more are made."""
@@ -150,10 +173,19 @@ class Request:
             text=stream.visible if stream is not None else "",
             token_ids=seq.output_token_ids.tolist(),
             cumulative_logprob=seq.cumulative_logprob,
+            logprobs=self._logprobs_of(seq),
             finish_reason=seq.status.value if seq.is_finished else None,
             stop_reason=seq.stop_reason,
             score=self.group.hypotheses[place].score if self._is_searched else None,
         )
+
+    def _logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
+        params = self.group.sampling_params
+        if params.logprobs is None:
+            return None
+        if params.use_beam_search:
+            self._logprobs.clear()  # most beams are gone by the next look
+        return self._converted(seq, seq.output_details[: seq.num_output_tokens])
 
 
 class Engine:
@@ -174,6 +206,7 @@ class Engine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._token_texts = TokenTexts(tokenizer)
         self._seed = seed
         self._check = check
         # by group: an id may be in use again before its last owner has been told
@@ -204,6 +237,8 @@ class Engine:
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop: expected none without a tokenizer, got {params.stop!r}")
+        if params.bad_words:
+            params = with_bad_words(params, self._tokenizer)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=_derive_seed(self._seed, self._num_added))
         group = SequenceGroup(
@@ -222,7 +257,7 @@ class Engine:
         )
         self.scheduler.add_seq_group(group)
         self._num_added += 1
-        request = self._requests[group] = Request(group, prompt, self._tokenizer)
+        request = self._requests[group] = Request(group, prompt, self._tokenizer, self._token_texts)
         return request
 
     def abort(self, request_id: str) -> bool:

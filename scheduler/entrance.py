@@ -137,7 +137,11 @@ class Entrance(Selection):
 
         Found anew at each attempt: what was known at the last one may have been evicted.
         """
-        known = self.blocks.match(group.live[0], group.namespace, group.num_tokens_to_feed())
+        leader, most = group.live[0], group.num_tokens_to_feed()
+        if group.sampling_params.prompt_logprobs is not None and leader.num_output_tokens == 0:
+            # positions whose logits are still needed have to be computed; none is when the prompt is through
+            most = min(most, len(group.prompt_logprobs) + 1)
+        known = self.blocks.match(leader, group.namespace, most)
         cached = self.usable_prefix(group, known)
         return cached, self.chunk(group, 1, len(cached) * self.config.block_size)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from .logprobs import Logprob
 from .sequence import RequestMetrics
 
 
@@ -16,6 +16,8 @@ class CompletionOutput:
                         without an ending that could still become part of a stop string or of a character
     token_ids           all generated ids, an end-of-sequence or stop token included
     cumulative_logprob  sum of the natural log probabilities of token_ids under the raw logits
+    logprobs            where asked for: of each of token_ids, and of the most likely tokens at its place, by token id; the
+                        token itself comes first
     finish_reason       None while running, else "stop", "length" or "abort"
     stop_reason         the stop string or stop token id that ended it, None for end-of-sequence
     score               of a beam search that has ended: cumulative_logprob / num_output_tokens ** length_penalty
@@ -25,7 +27,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float
-    logprobs: Any = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
@@ -37,7 +39,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The state of a request after some step; the last one has `finished` True."""
+    """The state of a request after some step; the last one has `finished` True.
+
+    prompt_logprobs  where asked for: None for the first prompt token, then as `CompletionOutput.logprobs`; while the prompt
+                     is being computed, of the tokens so far
+    """
 
     request_id: str
     prompt: str | None
@@ -46,4 +52,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    prompt_logprobs: Any = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

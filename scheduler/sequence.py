@@ -14,6 +14,7 @@ from ..runtime.params import LoRARequest, MultiModalSpan, SamplingParams
 
 if TYPE_CHECKING:
     from .beam_search import Hypothesis
+    from .logprobs import TokenDetail
 
 
 class SequenceStatus(enum.Enum):
@@ -54,6 +55,7 @@ class Sequence:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "output_details",
         "prompt_token_ids",
         "seq_id",
         "spans",
@@ -81,6 +83,8 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
+        # of a request that asks for `logprobs`: one for each output token, and maybe one more that the next step replaces
+        self.output_details: list[TokenDetail] = []
         self.block_digests: list[
             bytes
         ] = []  # memo of the prefix cache: digest of each leading full block
@@ -151,8 +155,13 @@ class Sequence:
         child.num_computed_tokens = self.num_computed_tokens
         child.cumulative_logprob = self.cumulative_logprob
         child.status = self.status
+        child.output_details = self.output_details[: self.num_output_tokens]
         child.block_digests = self.block_digests.copy()
         return child
+
+    def set_detail(self, detail: TokenDetail) -> None:
+        """That of the token to be appended next."""
+        self.output_details[self.num_output_tokens :] = [detail]
 
     def snapshot(self) -> SequenceData:
         return SequenceData(
@@ -279,6 +288,8 @@ class SequenceGroup:
         self.seqs = [Sequence(-1, prompt_token_ids, spans=tuple(multi_modal_spans))]
         self.live = self.seqs.copy()
         self.hypotheses: list[Hypothesis] = []
+        # of a request that asks for `prompt_logprobs`: those of prompt tokens 1, 2, ... as far as they are known
+        self.prompt_logprobs: list[TokenDetail] = []
         self.generation_id = 0
         self.arrival_order = -1  # set by the scheduler: the order of first come, first served
         self.namespace = self._namespace()

@@ -134,6 +134,7 @@ def create_metadata(
         eos_token_ids=group.eos_token_ids,
         encoder_seq_data=None if encoder is None else encoder.snapshot(),
         cross_block_table=None if encoder is None else blocks.table(encoder.seq_id),
+        num_prompt_logprobs=len(group.prompt_logprobs),
     )
 
 

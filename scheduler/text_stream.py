@@ -27,6 +27,7 @@ class TextStream:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         from tokenizers.decoders import DecodeStream
 
@@ -41,6 +42,7 @@ class TextStream:
         self._stop = stop
         self._longest_stop = max(map(len, stop), default=0)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens  # a stop string within these is text like any other
         self.text = ""
         self.is_over = False
 
@@ -69,10 +71,16 @@ class TextStream:
         return stop
 
     def _append(self, more: str) -> str | None:
-        start = max(0, len(self.text) - self._longest_stop + 1)
+        known = len(self.text)
         self.text += more
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
-        if not found or not more:
+        if len(self._token_ids) <= self._min_tokens or not more:
+            return None
+        found = []
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, known - len(stop) + 1))  # what ends in `more`
+            if at >= 0:
+                found.append((at, stop))
+        if not found:
             return None
         at, stop = min(found, key=lambda pair: pair[0])
         self.text = self.text[: at + len(stop) if self._include_stop else at]

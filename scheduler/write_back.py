@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..runtime.metadata import SamplerOutput
-from . import beam_search
+from . import beam_search, logprobs
 from .admission import most_output_tokens
 from .beam_search import Continuation, Hypothesis
 from .decode_batch import DecodeBatch
@@ -16,22 +16,30 @@ from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .step import Row, Step
 
 if TYPE_CHECKING:
+    from .logprobs import TokenDetail
     from .scheduler import Scheduler
 
 _NOT_FINITE = "the model's logits were not finite"
+Details = list["TokenDetail | None"] | None  # one for each sample of a row, where somebody asks
 
 
 def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list[SequenceGroup]:
     """Give each row of the step its tokens; returns the groups that got some."""
     changed, start = [], 0
+    for prompt in outputs.prompts:
+        logprobs.record_prompt(step, prompt)
+    details = logprobs.by_place(outputs) if outputs.details else {}
     if step.decodes is not None:
         start = step.num_decodes
+        if details:
+            logprobs.record_decodes(step, details)
+        reasons = _reasons_of_decodes(step, outputs) if outputs.errors else {}
         drawn = outputs.token_ids[:start], outputs.logprobs[:start]
         if step.decodes_left is not None:  # the others' numbers are not looked at
             drawn = [
                 _spread(values, step.decodes_left, len(step.decodes.groups)) for values in drawn
             ]
-        changed += _write_decodes(scheduler, step, drawn[0], drawn[1])
+        changed += _write_decodes(scheduler, step, drawn[0], drawn[1], reasons)
     for row in (*step.rows, *step.left_out):
         stop, group = start + row.num_samples, row.group
         counts = group.live and group not in step.voided
@@ -39,7 +47,15 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
             if group.metrics.first_token_time is None:
                 group.metrics.first_token_time = time.perf_counter()
             write = _write_beams if group.sampling_params.use_beam_search else _write_samples
-            write(scheduler, row, outputs.token_ids[start:stop], outputs.logprobs[start:stop])
+            drawn = outputs.token_ids[start:stop], outputs.logprobs[start:stop]
+            places = range(start, stop)
+            write(
+                scheduler,
+                row,
+                *drawn,
+                [details.get(place) for place in places] if details else None,
+                [outputs.errors.get(place, _NOT_FINITE) for place in places],
+            )
             changed.append(group)
         start = stop
         for seq in row.seqs:
@@ -70,8 +86,23 @@ def _spread(values: np.ndarray, rows: np.ndarray, num_rows: int) -> np.ndarray:
     return spread
 
 
+def _reasons_of_decodes(step: Step, outputs: SamplerOutput) -> dict[SequenceGroup, str]:
+    """Why groups of the batch have no token, where it is not the usual reason."""
+    decodes, left = step.decodes, step.decodes_left
+    assert decodes is not None
+    return {
+        decodes.groups[place if left is None else int(left[place])]: reason
+        for place, reason in outputs.errors.items()
+        if place < step.num_decodes
+    }
+
+
 def _write_decodes(
-    scheduler: Scheduler, step: Step, token_ids: np.ndarray, logprobs: np.ndarray
+    scheduler: Scheduler,
+    step: Step,
+    token_ids: np.ndarray,
+    logprobs: np.ndarray,
+    reasons: dict[SequenceGroup, str],
 ) -> list[SequenceGroup]:
     """Columns at once; those out of the ordinary one by one."""
     batch, place, missing, dropped = scheduler.batch, step.decodes, None, set()
@@ -87,7 +118,8 @@ def _write_decodes(
         if batch.is_leaving(group):  # it has ended, or lost its blocks, while the step ran
             dropped.add(group)
         elif missing is None or not missing[row]:
-            _write_sample(scheduler, group, seq, int(token_ids[row]), float(logprobs[row]))
+            token, logprob = int(token_ids[row]), float(logprobs[row])
+            _write_sample(scheduler, group, seq, token, logprob, reasons.get(group, _NOT_FINITE))
             if not seq.is_finished:
                 batch.reread(group)
     if not dropped and not step.voided:
@@ -99,21 +131,38 @@ def _write_decodes(
 
 
 def _write_samples(
-    scheduler: Scheduler, row: Row, token_ids: np.ndarray, logprobs: np.ndarray
+    scheduler: Scheduler,
+    row: Row,
+    token_ids: np.ndarray,
+    logprobs: np.ndarray,
+    details: Details,
+    reasons: list[str],
 ) -> None:
     group, seqs = row.group, row.seqs
     if len(token_ids) > len(seqs):
         seqs = _fork_samples(scheduler, group)
-    for seq, token, logprob in zip(seqs, token_ids.tolist(), logprobs.tolist(), strict=True):
+    samples = zip(seqs, token_ids.tolist(), logprobs.tolist(), reasons, strict=True)
+    for place, (seq, token, logprob, reason) in enumerate(samples):
         if not seq.is_finished:
-            _write_sample(scheduler, group, seq, token, logprob)
+            _set_detail(seq, details, place)
+            _write_sample(scheduler, group, seq, token, logprob, reason)
+
+
+def _set_detail(seq: Sequence, details: Details, place: int) -> None:
+    if details is not None and (detail := details[place]) is not None:
+        seq.set_detail(detail)
 
 
 def _write_sample(
-    scheduler: Scheduler, group: SequenceGroup, seq: Sequence, token: int, logprob: float
+    scheduler: Scheduler,
+    group: SequenceGroup,
+    seq: Sequence,
+    token: int,
+    logprob: float,
+    reason_for_none: str,
 ) -> None:
     if token < 0:
-        scheduler.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
+        scheduler.finish_sequence(group, seq, SequenceStatus.FINISHED_ABORTED, reason_for_none)
         return
     seq.append(token, logprob)
     end = _end_of(scheduler, group, seq, token)
@@ -148,13 +197,19 @@ def _end_of(
 
 
 def _write_beams(
-    scheduler: Scheduler, row: Row, token_ids: np.ndarray, logprobs: np.ndarray
+    scheduler: Scheduler,
+    row: Row,
+    token_ids: np.ndarray,
+    logprobs: np.ndarray,
+    details: Details,
+    reasons: list[str],
 ) -> None:
     group, beams, params = row.group, row.seqs, row.group.sampling_params
     if any(seq.is_finished for seq in beams):
         return  # it ended meanwhile
     if (token_ids < 0).any():
-        scheduler.finish_group(group, SequenceStatus.FINISHED_ABORTED, _NOT_FINITE)
+        reason = reasons[int((token_ids < 0).argmax())]
+        scheduler.finish_group(group, SequenceStatus.FINISHED_ABORTED, reason)
         return
     length = beams[0].num_output_tokens + 1
     longest = most_output_tokens(group, scheduler.config)
@@ -168,6 +223,7 @@ def _write_beams(
     )
     for step in ending:
         seq = beams[step.parent].fork(-1, 0)
+        _set_detail(seq, details, step.place)
         seq.append(step.token_id, step.logprob)
         end = _end_of(scheduler, group, seq, step.token_id)
         assert end is not None
@@ -180,11 +236,15 @@ def _write_beams(
     if beam_search.is_over(best, group.hypotheses, length, longest, params):
         scheduler.end_search(group)
     else:
-        _continue_beams(scheduler, group, beams, going)
+        _continue_beams(scheduler, group, beams, going, details)
 
 
 def _continue_beams(
-    scheduler: Scheduler, group: SequenceGroup, beams: list[Sequence], going: list[Continuation]
+    scheduler: Scheduler,
+    group: SequenceGroup,
+    beams: list[Sequence],
+    going: list[Continuation],
+    details: Details,
 ) -> None:
     """Each continuation becomes a beam. The last one of a parent takes its place, those before are forked from it, and a
     parent without any ends: forks first, so that no shared block is given up in between."""
@@ -205,6 +265,7 @@ def _continue_beams(
         if place not in last:
             scheduler.blocks.free(parent)
     for seq, step in appends:
+        _set_detail(seq, details, step.place)
         seq.append(step.token_id, step.logprob)
     survivors = [beams[place] for place in sorted(last)]
     group.seqs = [*survivors, *children]

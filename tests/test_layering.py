@@ -14,6 +14,7 @@ LAYERS = ("kernels", "runtime", "scheduler", "models")  # each may import those 
 TORCH_FREE = {
     "runtime.metadata",
     "runtime.params",
+    "runtime.sampling_params",
     "runtime.snapshots",
 }  # all that scheduler may import of runtime
 HEAVY = {"torch", "triton", "transformers"}

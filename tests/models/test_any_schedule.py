@@ -17,7 +17,7 @@ from octavo.scheduler import Engine
 from octavo.tests.models.tiny import VOCAB, TinyModel, run
 
 BLOCK_SIZE = 4
-NUM_ASKS = 48
+NUM_ASKS = 64
 MOST_STEPS = 1500
 
 
@@ -28,14 +28,17 @@ def tiny(window: int | None) -> TinyModel:
 
 @cache
 def asks() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts over three shared beginnings; greedy, sampled, several samples, beams."""
+    """Prompts over three shared beginnings; greedy, sampled, several samples, beams; half of them with more to ask: penalties,
+    bias, forbidden tokens, least lengths, processors, log probabilities of output and prompt."""
     rng = random.Random(11)
     shared = [[rng.randrange(4, VOCAB) for _ in range(n)] for n in (0, 13, 26)]
     found = []
     for number in range(NUM_ASKS):
         prompt = rng.choice(shared) + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 20))]
-        common = {"max_tokens": rng.randint(1, 14), "ignore_eos": rng.random() < 0.5}
+        common: dict = {"max_tokens": rng.randint(1, 14), "ignore_eos": rng.random() < 0.5}
         kind = number % 4
+        if number % 8 >= 4:
+            common |= more_to_ask(rng, common["max_tokens"], is_search=kind == 3)
         if kind == 0:
             params = SamplingParams(temperature=0, **common)
         elif kind == 1:
@@ -58,12 +61,47 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def completions(request) -> list[list[int]]:
-    return [output.token_ids for output in request.output().outputs]
+def more_to_ask(rng: random.Random, max_tokens: int, is_search: bool) -> dict:
+    forbidding = [
+        {"bad_words_token_ids": [[rng.randrange(VOCAB)], [7, 9], [rng.randrange(VOCAB), 8]]},
+        {"min_tokens": rng.randint(1, max_tokens)},
+        {"allowed_token_ids": rng.sample(range(VOCAB), 40)},
+        {"logprobs": rng.choice([0, 2]), "prompt_logprobs": rng.choice([None, 0, 1])},
+    ]
+    changing = [
+        {"repetition_penalty": rng.choice([0.7, 1.5])},
+        {"frequency_penalty": rng.uniform(-1, 1), "presence_penalty": rng.uniform(-1, 1)},
+        {"logit_bias": {rng.randrange(VOCAB): 3.0, 11: -2.0}},
+        {"logits_processors": [prefers_rising]},
+    ]
+    kinds = forbidding if is_search else forbidding + changing
+    found: dict = {}
+    for each in rng.sample(kinds, rng.randint(1, 3)):
+        found |= each
+    return found
+
+
+def prefers_rising(prompt, output, logits):
+    """Depends on the newest token alone, and on the prompt when there is none."""
+    last = int((output if len(output) else prompt)[-1])
+    logits[last:] += 1.5
+    return logits
+
+
+def completions(request) -> list[tuple]:
+    """Tokens, and which tokens are told about at each place; how likely they are is compared elsewhere, it differs by
+    rounding."""
+    output = request.output()
+    prompt = output.prompt_logprobs
+    told = None if prompt is None else [None if e is None else next(iter(e)) for e in prompt]
+    return [
+        (c.token_ids, c.logprobs and [next(iter(e)) for e in c.logprobs], told)
+        for c in output.outputs
+    ]
 
 
 @cache
-def solo(window: int | None, number: int) -> list[list[int]]:
+def solo(window: int | None, number: int) -> list[tuple]:
     engine = tiny(window).engine(400, BLOCK_SIZE, enable_prefix_caching=False)
     engine.add_request("solo", *asks()[number])
     (request,) = run(engine)

@@ -393,3 +393,24 @@ def test_a_checked_run_passes(model_name, monkeypatch) -> None:
     outputs = checked.generate([*prompts, *PROMPTS[:3]], [*params, *params])
     assert all(len(c.token_ids) > 0 for output in outputs for c in output.outputs)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+
+
+def test_logprobs_have_texts_and_bad_words_do_not_come_up(llm):
+    params = SamplingParams(
+        max_tokens=12, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    (plain,) = llm.generate("The capital of France is", params)
+    (completion,) = plain.outputs
+    chosen = [
+        entry[token] for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
+    ]
+    assert "".join(entry.decoded_token for entry in chosen) == completion.text
+    assert all(entry.rank == 1 for entry in chosen)
+    prompt = [next(iter(entry.values())) for entry in plain.prompt_logprobs[1:]]
+    assert "".join(entry.decoded_token for entry in prompt).endswith(" capital of France is")
+    word = completion.text.split()[0]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, bad_words=word)
+    (without,) = llm.generate("The capital of France is", params)
+    assert word not in without.outputs[0].text.split()
+    with pytest.raises(ValueError, match="allowed_token_ids: expected ids in"):
+        llm.generate("a", SamplingParams(allowed_token_ids=[10**6]))

@@ -13,7 +13,7 @@ from octavo.runtime.launch_args import LaunchArgs, build_launch_args
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.metadata import MetadataError, SamplerOutput, StaleMetadataError
 from octavo.runtime.params import SamplingParams
-from octavo.runtime.sampler import sampling_rows
+from octavo.runtime.sampling_rows import SamplingRows, sampling_rows
 from octavo.runtime.snapshots import Snapshots
 from octavo.scheduler import Scheduler, SchedulerConfig, SequenceGroup
 
@@ -56,6 +56,22 @@ def same(fast: LaunchArgs, slow: LaunchArgs) -> None:
             assert a == b, field.name
 
 
+def same_sampling(fast: SamplingRows, slow: SamplingRows) -> None:
+    for a, b in zip(fast.columns, slow.columns, strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    assert len(fast.extras) == len(slow.extras)
+    for a, b in zip(fast.extras, slow.extras, strict=True):
+        assert (a.row, a.params, a.seq_id, a.eos_token_ids) == (
+            b.row,
+            b.params,
+            b.seq_id,
+            b.eos_token_ids,
+        )
+        assert np.array_equal(a.prompt_token_ids, b.prompt_token_ids)
+        assert np.array_equal(a.output_token_ids, b.output_token_ids)
+        assert a.output_token_ids.base is b.output_token_ids.base  # by which counts know it again
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_columns_and_objects_come_to_the_same(window):
     """Over random schedules with prefills, samples and beams among the plain decodes, requests coming and going."""
@@ -65,7 +81,9 @@ def test_columns_and_objects_come_to_the_same(window):
         s, buffers = scheduler(rng.choice([30, 90]), sliding_window=window), LaunchBuffers()
         for number in range(60):
             if rng.random() < 0.4:
-                kind = rng.choice([{}, {}, {"seed": number, "top_k": 5, "top_p": 0.5}, {"n": 2}])
+                kinds = [{}, {}, {"seed": number, "top_k": 5, "top_p": 0.5}, {"n": 2}]
+                kinds += [{"presence_penalty": 1.0}, {"logprobs": 1}, {"n": 2, "min_tokens": 1}]
+                kind = rng.choice(kinds)
                 add(s, f"r{number}", rng.randint(1, 20), max_tokens=rng.randint(1, 25), **kind)
             if rng.random() < 0.1 and s.running:
                 s.preempt(rng.choice(s.running).request_id)
@@ -76,8 +94,7 @@ def test_columns_and_objects_come_to_the_same(window):
             fast = build_launch_args(snapshots, SIZE, s.blocks.num_blocks + 1, buffers)
             apart = list(snapshots)
             same(fast, build_launch_args(apart, SIZE, s.blocks.num_blocks + 1, LaunchBuffers()))
-            for a, b in zip(sampling_rows(snapshots), sampling_rows(apart), strict=True):
-                assert a.dtype == b.dtype and np.array_equal(a, b)
+            same_sampling(sampling_rows(snapshots), sampling_rows(apart))
             finish_step(s, snapshots, rng)
             s.check_invariants()
     assert mixed > 30

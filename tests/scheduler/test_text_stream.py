@@ -132,3 +132,16 @@ def stream_free_text(prompt: bytes, data: bytes) -> str:
         context = []
     before = BYTES.decode(context)
     return BYTES.decode(context + byte_ids(data))[len(before) :]
+
+
+@pytest.mark.parametrize("min_tokens", range(8))
+def test_a_stop_string_within_the_least_tokens_is_text(min_tokens):
+    """It ends the text when a later token completes it again, also one that is longer than another that was passed over."""
+    stream = TextStream(BYTES, [], ("ab", "abxx"), min_tokens=min_tokens)
+    text = b"abcabxxabd"
+    pushed = ((number, stream.push(token)) for number, token in enumerate(byte_ids(text), start=1))
+    number, found = next(place for place in pushed if place[1] is not None)
+    ends = [(2, "ab"), (5, "ab"), (7, "abxx"), (9, "ab")]
+    wanted = next((end, stop) for end, stop in ends if end > min_tokens)
+    assert (number, found) == wanted
+    assert stream.text == text[: wanted[0] - len(wanted[1])].decode()
