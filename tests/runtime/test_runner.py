@@ -176,6 +176,27 @@ def test_a_checked_runner_refuses_to_read_what_nobody_wrote(pools):
     assert torch.equal(pool.data[5], before[2])
 
 
+def test_a_token_that_was_not_drawn_is_fed_as_some_token(pools):
+    """Of a row whose logits were not finite: what the next step makes of it is dropped, but it has to run for the others."""
+    fed = []
+
+    class Model(EchoModel):
+        def __call__(self, args, kv):
+            fed.append(args.input_ids.tolist())
+            return super().__call__(args, kv)
+
+        def compute_logits(self, hidden):
+            return super().compute_logits(hidden) * float("nan")
+
+    runner = ModelRunner(Model(), pools[0])
+    row = snapshot([7], [2])
+    first = runner.launch([row], generation_of=lambda _: 0)
+    data = msgspec.structs.replace(row.seq_data[0], num_computed_tokens=1)
+    row = msgspec.structs.replace(row, seq_data={0: data}, is_prompt=False)
+    runner.launch([row], generation_of=lambda _: 0, after=first).result()
+    assert first.result().token_ids.tolist() == [-1] and fed == [[7], [0]]
+
+
 class Places:
     """One place for adapters, and what became of it."""
 

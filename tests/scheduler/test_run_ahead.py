@@ -129,6 +129,20 @@ def test_blocks_named_by_two_steps_wait_for_the_second(event):
     assert not any(used[block] for block in named)
 
 
+def test_a_first_token_drawn_for_a_group_that_was_preempted_meanwhile_is_dropped():
+    h = Harness(async_scheduling=True)
+    group = h.add("a", prompt(9), max_tokens=9).group
+    other = h.add("b", prompt(9, 400), max_tokens=9).group
+    h.scheduler.schedule()
+    assert h.scheduler.schedule_ahead() is not None
+    h.scheduler.preempt("a")
+    for _ in range(2):
+        drawn = SamplerOutput(np.array([1, 1]), np.zeros(2, np.float32))
+        assert h.scheduler.update(drawn) == [other]
+        assert group.seqs[0].num_output_tokens == 0
+        h.scheduler.check_invariants()
+
+
 @pytest.mark.parametrize("event", ["abort", "preempt"])
 def test_blocks_named_by_the_first_of_two_steps_wait_for_it(event):
     """The second one leaves out who ends by length in the first."""
