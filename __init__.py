@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kernels.swap_costs import SwapCosts
+    from .models.async_llm import AsyncLLM
     from .models.llm import LLM
     from .runtime.params import LoRARequest, SamplingParams
     from .scheduler.outputs import CompletionOutput, RequestOutput
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "LoRARequest",
     "RequestOutput",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncLLM": ".models.async_llm",
     "LLM": ".models.llm",
     "SamplingParams": ".runtime.params",
     "LoRARequest": ".runtime.params",

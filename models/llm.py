@@ -225,7 +225,7 @@ class LLM:
         sampling_params, and lora_request (the adapter to use), may be one for all or one for each. Raises ValueError, with nothing run, when a prompt is
         impossible. `progress` shows a bar on standard error.
         """
-        requests = self._add(prompts, sampling_params, lora_request)
+        requests = self.add_requests(prompts, sampling_params, lora_request)
         try:
             with progress_bar(len(requests), progress) as advance:
                 for done in self._run(requests):
@@ -246,7 +246,7 @@ class LLM:
         Text only ever grows. The prompts are checked and queued when the iteration begins; closing the iterator aborts
         what is unfinished. Other calls may run in between: all share the steps.
         """
-        requests = self._add(prompts, sampling_params, lora_request)
+        requests = self.add_requests(prompts, sampling_params, lora_request)
         places = {request: place for place, request in enumerate(requests)}
         try:
             for changed in self._run(requests):
@@ -277,12 +277,13 @@ class LLM:
             block_bytes=self.pool.block_bytes,
         )
 
-    def _add(
+    def add_requests(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         lora_request: Adapter | Seq[Adapter] = None,
     ) -> list[Request]:
+        """Queue requests for `engine.step`, all or, with a ValueError, none."""
         batch = _as_batch(prompts)
         adapters = self._registered(lora_request, len(batch))
         params: list[Any]

@@ -250,6 +250,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences the request has at once, of which n are returned."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def is_ranked(self) -> bool:
+        """The completions that are returned compete for their places until the request ends."""
+        return self.use_beam_search or self.width != self.n
+
     def draw(self, index: int) -> tuple[float, int, float, float, int]:
         """What the draws of sample `index` depend on: temperature, top_k, top_p, min_p, seed."""
         top_k = min(self.top_k, 2**31)  # any vocabulary is smaller
