@@ -19,6 +19,7 @@ from ..runtime.params import LoRARequest, SamplingParams
 from ..runtime.runner import Model, ModelRunner, in_background
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
 from .adapters import Adapters
+from .guided import Guides
 from .layers import kv_layers, widest_window
 from .loader import load_model
 from .pools import build_pools
@@ -208,6 +209,7 @@ class LLM:
             check,
             async_scheduling,
         )
+        self._guides = Guides(self.tokenizer, self.config.vocab_size)
         self._ids = itertools.count()
         # requests that changed in a step which another call took, until their own call looks
         self._changed: dict[Request, None] = {}
@@ -298,6 +300,10 @@ class LLM:
             raise ValueError(
                 f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}"
             )
+        params = [
+            self._guides.with_processor(each) if each.guided is not None else each
+            for each in params
+        ]
         encoded = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in batch]
         requests: list[Request] = []
         try:
