@@ -1,0 +1,31 @@
+"""Recorded runs: every executed step in a file, to be run again elsewhere or to be measured. Torch-free but for `launches`
+and `timing`.
+
+    frames, format    the file: frames with checksums, and what they say
+    writer, columns   a step to a frame: what is new since the last one
+    reader            frames to the snapshots that were executed
+    runner            records what another runner executes
+    comparison        a recording run again, and compared
+    launches, timing  the launch arguments of a recording, and the kernels timed on them
+"""
+
+from .comparison import Comparison, Difference, replay
+from .format import LayerShape, RecordingHeader
+from .frames import RecordingError
+from .reader import RecordedStep, Recording, read_recording
+from .runner import RecordingRunner
+from .writer import RecordingWriter
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "LayerShape",
+    "RecordedStep",
+    "Recording",
+    "RecordingError",
+    "RecordingHeader",
+    "RecordingRunner",
+    "RecordingWriter",
+    "read_recording",
+    "replay",
+]
