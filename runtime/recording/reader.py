@@ -21,7 +21,6 @@ from .format import (
     LineChange,
     RecordingHeader,
     SpanPart,
-    StepFrame,
     checked_data,
     computed_blocks,
     decode_end,
@@ -73,7 +72,9 @@ class Recording:
         self.notice = self._file.notice
         self.num_bytes = self._file.num_bytes
         if not self._file.frames:
-            raise self._file.fault or RecordingError(path, 0, "cut off before the end of the header")
+            raise self._file.fault or RecordingError(
+                path, 0, "cut off before the end of the header"
+            )
         try:
             self.header: RecordingHeader = decode_header(self._file.payload(0))
         except msgspec.DecodeError as error:
@@ -152,7 +153,7 @@ class _Growing:
 class _Line:
     """A sequence as the last frame left it."""
 
-    __slots__ = ("cumulative", "computed", "index", "logprobs", "prompt_len", "table", "tokens")
+    __slots__ = ("computed", "cumulative", "index", "logprobs", "prompt_len", "table", "tokens")
 
     tokens: _Growing
     logprobs: _Growing
@@ -177,7 +178,7 @@ class _Line:
 class _Group:
     """A group as the last frame with it left it, and what it drew then."""
 
-    __slots__ = ("cross", "drawn", "encoder", "fixed", "generation_id", "lines", "spans", "chunk")
+    __slots__ = ("chunk", "cross", "drawn", "encoder", "fixed", "generation_id", "lines", "spans")
 
     def __init__(self, fixed: Fixed) -> None:
         self.fixed = fixed
@@ -228,7 +229,9 @@ class StepDecoder:
             else:
                 metadata = self._change(number, change)
             stop = start + metadata.num_samples
-            _require(stop <= len(token_ids), f"expected {stop} tokens or more, got {len(token_ids)}")
+            _require(
+                stop <= len(token_ids), f"expected {stop} tokens or more, got {len(token_ids)}"
+            )
             self._groups[number].drawn = token_ids[start:stop], logprobs[start:stop]
             snapshots.append(metadata)
             start = stop
@@ -277,9 +280,7 @@ class StepDecoder:
         elif change.fixed is not None:
             group.fixed = change.fixed
         lines = {line.seq_id: _changed_line(line, group.lines) for line in change.lines}
-        _require(
-            0 < len(lines) == len(change.lines), "expected each sequence of the group once"
-        )
+        _require(0 < len(lines) == len(change.lines), "expected each sequence of the group once")
         before = {} if group.encoder is None else {0: group.encoder}
         group.lines = lines
         group.encoder = None if change.encoder is None else _changed_line(change.encoder, before)
@@ -305,9 +306,7 @@ class StepDecoder:
         first = min(seq_data)
         if computed is None:
             ordered = [tables[seq_id] for seq_id in sorted(tables)]
-            blocks = computed_blocks(
-                ordered, seq_data[first].num_computed_tokens, self._block_size
-            )
+            blocks = computed_blocks(ordered, seq_data[first].num_computed_tokens, self._block_size)
         elif isinstance(computed, int):
             _require(
                 0 <= computed <= len(tables[first]),

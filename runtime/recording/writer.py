@@ -19,7 +19,7 @@ import numpy as np
 from ..metadata import SamplerOutput, SequenceData, SequenceGroupMetadata
 from ..params import MultiModalSpan
 from ..snapshots import DecodeRows, Snapshots
-from .columns import rows_that_go_on
+from .columns import Columns, rows_that_go_on
 from .format import (
     IDS,
     LOGPROBS,
@@ -160,6 +160,7 @@ class StepEncoder:
         token_ids = checked_array("token_ids", output.token_ids, np.int64)
         logprobs = checked_array("logprobs", output.logprobs, np.float32)
         decodes, others = snapshots.decodes, snapshots.others
+        swap_out, swap_in, copy = moves
         self._columns = self._advance_columns(decodes)
         start, order = 0, b""
         if decodes is not None and self._columns is not None:
@@ -183,7 +184,9 @@ class StepEncoder:
             None if order == self._order else order,
             self._changes,
             _ids(self._opened),
-            *(_ids(pairs) for pairs in moves),
+            _ids(swap_out),
+            _ids(swap_in),
+            _ids(copy),
             _token_ids(token_ids),
             logprobs.astype(LOGPROBS, copy=False).tobytes(),
             self._forget(),
@@ -197,36 +200,29 @@ class StepEncoder:
     def _advance_columns(self, rows: DecodeRows | None) -> _Columns | None:
         """Write what is new of the step's plain decodes; returns them as what the reader knows next."""
         before = self._columns
-        if rows is None or before is None:
-            kept: list[int] = []
-            places: list[int] = []
-        elif rows.request_ids is before.rows.request_ids:  # the same requests in the same order
-            goes_on, opened = rows_that_go_on(
-                before.rows, rows, before.token_ids, before.logprobs
-            )
-            if goes_on.all():
-                self._opened += opened
+        places: list[int] = []  # of rows that go on, and where they were
+        kept: list[int] = []
+        if rows is not None and before is not None and self._are_alike(before.rows, rows):
+            is_same = rows.request_ids is before.rows.request_ids
+            if is_same:
+                places = kept = list(range(len(rows)))
+                compared = Columns.of(before.rows), Columns.of(rows)
+                drawn = before.token_ids, before.logprobs
+            else:
+                old = [before.row_of.get(request_id, -1) for request_id in rows.request_ids]
+                places = [place for place, row in enumerate(old) if row >= 0]
+                kept = [old[place] for place in places]
+                compared = Columns.of(before.rows, kept), Columns.of(rows, places)
+                drawn = before.token_ids[kept], before.logprobs[kept]
+            goes_on, opened = rows_that_go_on(*compared, *drawn, self._block_size)
+            self._opened += [(places[row], block) for row, block in opened]
+            if is_same and goes_on.all():
                 before.rows = rows
                 return before
-            places = kept = np.flatnonzero(goes_on).tolist()
-            self._opened += opened
-        else:
-            old = [before.row_of.get(request_id, -1) for request_id in rows.request_ids]
-            places = [place for place, row in enumerate(old) if row >= 0]
-            kept = [old[place] for place in places]
-            goes_on, opened = rows_that_go_on(
-                before.rows.take(kept),
-                rows if len(places) == len(rows) else rows.take(places),
-                before.token_ids[kept],
-                before.logprobs[kept],
-            )
-            self._opened += [(places[row], block) for row, block in opened]
-            places, kept = (list(compress(rows_, goes_on.tolist())) for rows_ in (places, kept))
+            places, kept = (list(compress(each, goes_on.tolist())) for each in (places, kept))
         if before is not None:
-            staying = set(kept)
-            for row in range(len(before.groups)):
-                if row not in staying:
-                    before.release(row)
+            for row in set(range(len(before.groups))).difference(kept):
+                before.release(row)
         if rows is None:
             return None
         groups: list[_Known | None] = [None] * len(rows)
@@ -240,6 +236,11 @@ class StepEncoder:
                 for place, group in enumerate(groups)
             ],
         )
+
+    def _are_alike(self, before: DecodeRows, rows: DecodeRows) -> bool:
+        """Blocks and window are those that the reader expects."""
+        sizes_fit = before.block_size == rows.block_size == self._block_size
+        return sizes_fit and before.sliding_window == rows.sliding_window
 
     # -- everything else
 
@@ -286,7 +287,10 @@ class StepEncoder:
         for (_, data_before, table_before), (_, data, table), token_id, logprob in drawn:
             if not _has_drawn(data_before, data, token_id, logprob):
                 return False
-            if data.num_computed_tokens != data_before.num_computed_tokens + before.token_chunk_size:
+            if (
+                data.num_computed_tokens
+                != data_before.num_computed_tokens + before.token_chunk_size
+            ):
                 return False
             common = common_length(table_before, table)
             if common < len(table_before) or len(table) > common + 1:
