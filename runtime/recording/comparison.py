@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..metadata import MetadataError, SamplerOutput, SequenceGroupMetadata
+from .decoder import RecordedStep
 from .frames import RecordingError
-from .reader import RecordedStep, Recording
+from .reader import Recording
 from .runner import Runner
 
 
