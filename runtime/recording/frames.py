@@ -7,17 +7,19 @@
     STEP   one executed step                  any number
     END.   how many steps there are           once, last: without it the file was cut off, or is still being written
 
-A frame is written in one piece and flushed, so a process that dies leaves a file whose frames up to there can be read. The
+A frame is written in one piece, past every buffer of the process, so a process that dies leaves a file whose frames up to there can be read. The
 head of a frame has a checksum of its own: a length that was damaged is told from one that reaches past the end of the file,
 and nothing is allocated for either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -49,7 +51,8 @@ class FrameWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: BinaryIO = self.path.open("wb")
+        # unbuffered: nothing is left over to be written behind a frame that failed
+        self._file: RawIOBase = self.path.open("wb", buffering=0)
         self.num_bytes = 0
         self._append(_prefix())
 
@@ -62,21 +65,16 @@ class FrameWriter:
         self._append(b"".join((head, struct.pack("<I", zlib.crc32(head)), payload)))
 
     def _append(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-            self._file.flush()
-        except OSError:
-            self.abandon()
-            raise
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
         self.num_bytes += len(data)
 
     def abandon(self) -> None:
         """Close the file as it stood after the last whole frame."""
-        try:
-            os.ftruncate(self._file.fileno(), self.num_bytes)
-            self._file.close()
-        except OSError:
-            pass  # a half frame at the end is found out by the reader
+        with contextlib.suppress(OSError):  # a half frame at the end is found out by the reader
+            self._file.truncate(self.num_bytes)
+        self._file.close()
 
     def close(self) -> None:
         self._file.close()
