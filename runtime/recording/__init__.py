@@ -5,7 +5,7 @@ and `timing`.
     encoder, columns, changes  a step to a frame: what is new since the last one
     decoder                    a frame to the snapshots that were executed
     writer, reader             a file of frames
-    runner                     records what another runner executes
+    runner, resolve            records what another runner runs, with the tokens that were drawn meanwhile
     comparison                 a recording run again, and compared
     launches, timing           the launch arguments of a recording, and the kernels timed on them
 """

@@ -67,9 +67,7 @@ def rows_that_go_on(
         a, b = getattr(before, name), getattr(rows, name)
         if a is not b:
             goes_on &= np.fromiter(map(same, a, b), bool, len(token_ids))
-    for row in np.flatnonzero(rows.last_token_ids != token_ids).tolist():
-        # a step made before its newest tokens were known has them in its buffers by now
-        goes_on[row] &= int(rows.tokens[row][int(before.num_tokens[row])]) == int(token_ids[row])
+    goes_on &= rows.last_token_ids == token_ids
     num_outputs = before.num_tokens - before.num_prompt_tokens
     newest = map(np.ndarray.item, rows.logprobs, num_outputs.tolist())
     drawn = np.fromiter(newest, np.float32, len(token_ids))

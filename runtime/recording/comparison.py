@@ -5,16 +5,30 @@ Each step is fed what was recorded, not what came out of the step before, so one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from ..metadata import MetadataError, SamplerOutput, SequenceGroupMetadata
-from .decoder import RecordedStep
+from .decoder import Pairs, RecordedStep
 from .frames import RecordingError
 from .reader import Recording
-from .runner import Runner
+
+
+class Executes(Protocol):
+    """What runs a step and waits for it: `ModelRunner`, say."""
+
+    def execute(
+        self,
+        seq_group_metadata_list: Sequence[SequenceGroupMetadata],
+        *,
+        blocks_to_swap_out: Pairs,
+        blocks_to_swap_in: Pairs,
+        blocks_to_copy: Pairs,
+        generation_of: Callable[[str], int | None],
+    ) -> SamplerOutput: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Comparison:
 
 def replay(
     recording: Recording,
-    runner: Runner,
+    runner: Executes,
     *,
     tolerance: float = 1e-3,
     most_steps: int | None = None,
