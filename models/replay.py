@@ -27,8 +27,24 @@ TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 _PACKAGE = __name__.rsplit(".", 2)[0]
 
-# what a configuration says of the file it was read from and of who read it
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+# what a configuration says of the model itself: the rest, and defaults, vary with the version of transformers
+_OF_THE_MODEL = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "sliding_window",
+    "layer_types",
+    "tie_word_embeddings",
+)
 
 
 def recording_path(path: str | os.PathLike[str]) -> Path:
@@ -70,8 +86,8 @@ def header_of(
 
 def config_digest(config: Any) -> str:
     """SHA-256 of what a configuration says of the model."""
-    values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    kept = {name: value for name, value in values.items() if name not in _NOT_THE_MODEL}
+    kept = {name: getattr(config, name, None) for name in _OF_THE_MODEL}
+    kept = {name: value for name, value in kept.items() if value is not None}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
