@@ -210,7 +210,9 @@ class LLM:
         )
         self.recording: RecordingWriter | None = None
         if record_to is not None:
-            header = header_of(source, loaded, self.config, self.pool, scheduler_config)
+            header = header_of(
+                source, loaded, self.config, self.pool, scheduler_config, self.adapters
+            )
             header = msgspec.structs.replace(header, kv_cache_dtype=kv_cache_dtype, seed=seed)
             self.recording = RecordingWriter(record_to, header)
             weakref.finalize(self, self.recording.close)

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from ..runtime.kv_pool import KVPool, LayerKV
+from ..runtime.params import LoRARequest
 from ..runtime.recording import LayerShape, RecordingHeader
 from ..runtime.recording.launches import host_pool_of, pool_of
 from ..runtime.runner import Model, ModelRunner
 from ..scheduler import SchedulerConfig
+from .adapters import Adapters
 from .layers import Attention, kv_layers, layer_windows
 from .loader import load_model
 from .weights import ModelSource, resolve_model
@@ -63,6 +65,7 @@ def header_of(
     config: Any,
     pool: KVPool,
     scheduler_config: SchedulerConfig,
+    adapters: Adapters | None = None,
 ) -> RecordingHeader:
     """What it takes to build the engine's runner again."""
     return RecordingHeader(
@@ -81,6 +84,8 @@ def header_of(
         max_model_len=scheduler_config.max_model_len,
         max_num_seqs=scheduler_config.max_num_seqs,
         max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+        max_loras=0 if adapters is None else adapters.num_places,
+        max_lora_rank=16 if adapters is None else adapters.max_rank,
     )
 
 
@@ -171,7 +176,26 @@ def runner_of(
         raise ValueError(
             f"model: expected one that keeps what the recorded one kept, got {_first_difference(layers, pool.layers)}"
         )
-    return ModelRunner(cast(Model, model), pool, host_pool_of(header, device), check)
+    adapters = None
+    if header.max_loras:
+        adapters = _AdaptersAsNamed(model, header.max_loras, header.max_lora_rank)
+    host_pool = host_pool_of(header, device)
+    return ModelRunner(cast(Model, model), pool, host_pool, check, adapters=adapters)
+
+
+class _AdaptersAsNamed(Adapters):
+    """Reads an adapter when a step names it: from the path that its request had when it was recorded."""
+
+    def plan(
+        self, requests: Iterable[LoRARequest]
+    ) -> tuple[dict[LoRARequest, int], list[tuple[LoRARequest, int]]]:
+        wanted = list(requests)
+        for request in wanted:
+            for other in list(self._known):
+                if other.lora_int_id == request.lora_int_id and other != request:
+                    self.forget(other)
+            self.register(request)
+        return super().plan(wanted)
 
 
 def _first_difference(a: tuple, b: tuple) -> str:

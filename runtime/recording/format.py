@@ -70,6 +70,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from octavo.models.loader import load_model
 from octavo.models.replay import config_digest, header_of, load_runner, recording_path
 from octavo.models.weights import resolve_model
 from octavo.runtime.metadata import SamplerOutput
-from octavo.runtime.params import SamplingParams
+from octavo.runtime.params import LoRARequest, SamplingParams
 from octavo.runtime.recording import (
     Recording,
     RecordingError,
@@ -31,6 +31,7 @@ from octavo.runtime.recording import (
 )
 from octavo.runtime.recording.launches import launch_args_of
 from octavo.scheduler import Engine
+from octavo.tests.models.test_adapters import KINDS, save
 from octavo.tests.models.tiny import VOCAB, TinyModel, run
 
 
@@ -41,7 +42,7 @@ def record(directory: Path, tiny: TinyModel, **config) -> tuple[Engine, Recordin
     runner = engine._runner
     source = resolve_model(str(directory))
     header = header_of(
-        source, tiny.model, source.config(), runner.pool, engine.scheduler.config
+        source, tiny.model, source.config(), runner.pool, engine.scheduler.config, tiny.adapters
     )  # fmt: skip
     writer = RecordingWriter(directory / "run.oct", header)
     engine._runner = RecordingRunner(runner, writer)
@@ -126,6 +127,29 @@ def test_replay_of_an_overlapped_run(tmp_path) -> None:
     recording = read_recording(writer.path)
     result = replay(recording, load_runner(recording.header, check=True))
     assert result.is_equal and result.num_tokens > 40
+
+
+def test_replay_reads_the_adapters_that_were_used(tmp_path) -> None:
+    """More than have a place at once, each where its request said it was."""
+    tiny = TinyModel(seed=2)
+    engine, writer = record(tmp_path, tiny, max_loras=2, async_scheduling=True, **CONFIG)
+    assert tiny.adapters is not None
+    for number, kind in enumerate(KINDS, 1):
+        save(tiny.reference, kind, tmp_path / kind)
+        adapter = LoRARequest(kind, number, str(tmp_path / kind))
+        tiny.adapters.register(adapter)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add_request(kind, [5, 6, 7, 8, 9], params, lora_request=adapter)
+    engine.add_request("none", [5, 6, 7, 8, 9], params)
+    tokens = {request.group.request_id: request.output().outputs[0].token_ids for request in run(engine)}  # fmt: skip
+    assert len({tuple(each) for each in tokens.values()}) > 2, "adapters matter"
+    writer.close()
+    recording = read_recording(writer.path)
+    assert (recording.header.max_loras, recording.header.max_lora_rank) == (2, 8)
+    assert replay(recording, load_runner(recording.header, check=True)).is_equal
+    (tmp_path / "wide" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lora_path: expected adapter_model\.safetensors"):
+        replay(recording, load_runner(recording.header))
 
 
 def test_replay_through_the_interpreter_gives_equal_tokens(recorded, tmp_path) -> None:
