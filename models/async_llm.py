@@ -104,6 +104,7 @@ class AsyncLLM:
                 self._is_closed = True
                 self._commands.put(None)
         self._thread.join()
+        self.llm.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

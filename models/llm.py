@@ -90,6 +90,8 @@ class LLM:
     Raises ValueError naming the argument, what was expected and what came.
     """
 
+    recording: RecordingWriter | None = None
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -209,7 +211,6 @@ class LLM:
             graphs,
             self.adapters,
         )
-        self.recording: RecordingWriter | None = None
         if record_to is not None:
             header = header_of(
                 source, loaded, self.config, self.pool, scheduler_config, self.adapters
@@ -323,6 +324,11 @@ class LLM:
             raise ValueError(
                 f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}"
             )
+        for each in params if self.recording is not None else ():
+            if each.logits_processors or each.guided is not None:
+                raise ValueError(
+                    "logits_processors, guided: expected none while a run is recorded, functions are not data"
+                )
         params = [
             self._guides.with_processor(each) if each.guided is not None else each
             for each in params

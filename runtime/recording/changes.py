@@ -22,6 +22,7 @@ from .format import (
     common_length,
     computed_blocks,
     encode,
+    not_default,
     storable,
 )
 
@@ -78,7 +79,10 @@ def group_change(
     lines = {} if before is None else {seq_id: (d, t) for seq_id, d, t in before.rows()}
     if fixed is not None:
         adapter = storable(fixed.prompt_adapter_request)
-        fixed = msgspec.structs.replace(fixed, prompt_adapter_request=adapter)
+        params: Any = not_default(fixed.sampling_params)
+        fixed = msgspec.structs.replace(
+            fixed, prompt_adapter_request=adapter, sampling_params=params
+        )
         encode(fixed)  # what cannot be written is found here, where the request is known
     computed = metadata.computed_block_nums
     first = next(table for _, _, table in metadata.rows())

@@ -217,6 +217,15 @@ def computed_blocks(tables: list[np.ndarray], num_tokens: int, block_size: int) 
     return common
 
 
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+
+
+def not_default(params: SamplingParams) -> dict[str, Any]:
+    """What is written of sampling parameters: most of them are what they are by default, to the last bit."""
+    values = {name: getattr(params, name) for name in _DEFAULTS}
+    return {name: v for name, v in values.items() if repr(v) != repr(_DEFAULTS[name])}
+
+
 # -- values of any type, in images and adapters: what msgpack has no word for
 
 _ARRAY, _TUPLE = 1, 2

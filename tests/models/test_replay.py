@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from octavo.__main__ import app
+from octavo.models.async_llm import AsyncLLM
 from octavo.models.loader import load_model
 from octavo.models.replay import config_digest, header_of, load_runner, recording_path
 from octavo.models.weights import resolve_model
@@ -32,6 +34,7 @@ from octavo.runtime.recording import (
 from octavo.runtime.recording.launches import launch_args_of
 from octavo.scheduler import Engine
 from octavo.tests.models.test_adapters import KINDS, save
+from octavo.tests.models.test_async_llm import TinyLLM
 from octavo.tests.models.tiny import VOCAB, TinyModel, run
 
 
@@ -58,7 +61,17 @@ def eventful_run(engine: Engine) -> None:
         SamplingParams(temperature=0, **common),
         SamplingParams(use_beam_search=True, n=3, temperature=0, **common),
         SamplingParams(n=2, seed=5, top_k=9, **common),
-        SamplingParams(seed=11, temperature=0.7, top_p=0.9, **common),
+        SamplingParams(
+            seed=11,
+            temperature=0.7,
+            top_p=0.9,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            logit_bias={5: 1.5},
+            min_tokens=3,
+            logprobs=2,
+            **common,
+        ),
     ]
     for number, params in enumerate(kinds):
         prompt = shared + generator.integers(4, VOCAB, 3 + number).tolist()
@@ -127,6 +140,28 @@ def test_replay_of_an_overlapped_run(tmp_path) -> None:
     recording = read_recording(writer.path)
     result = replay(recording, load_runner(recording.header, check=True))
     assert result.is_equal and result.num_tokens > 40
+
+
+def test_an_llm_ends_its_recording_and_refuses_what_cannot_be_recorded(tmp_path) -> None:
+    tiny = TinyModel(seed=2)
+    llm = TinyLLM(tiny)
+    llm.engine, llm.recording = record(tmp_path, tiny, **CONFIG)
+    llm.close()
+    assert read_recording(llm.recording.path).notice is None
+    llm.engine, llm.recording = record(tmp_path, tiny, **CONFIG)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    odd = msgspec.structs.replace(params, logits_processors=[lambda ids, logits: logits])
+    with pytest.raises(ValueError, match="logits_processors, guided: expected none while"):
+        llm.generate([[5, 6]], odd)
+
+    async def ask() -> None:
+        async with AsyncLLM(llm) as served:
+            async for _ in served.generate([5, 6, 7], params):
+                pass
+
+    asyncio.run(ask())
+    recording = read_recording(llm.recording.path)
+    assert recording.notice is None and len(recording) >= 1
 
 
 def test_replay_reads_the_adapters_that_were_used(tmp_path) -> None:

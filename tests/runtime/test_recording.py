@@ -104,6 +104,16 @@ params = st.sampled_from(
         SamplingParams(temperature=0),
         SamplingParams(seed=5, top_k=3, stop=["x", "y"], stop_token_ids=[1, 2]),
         SamplingParams(n=2, seed=2**62),
+        SamplingParams(
+            seed=1,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            logit_bias={4: 2.5, 7: -100.0},
+            allowed_token_ids=[4, 7, 9],
+            bad_words_token_ids=[[4, 5], [6]],
+            min_tokens=2,
+            logprobs=3,
+        ),
         SamplingParams(use_beam_search=True, best_of=2, temperature=0, early_stopping="never"),
     ]
 )
