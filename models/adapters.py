@@ -116,14 +116,23 @@ class Adapters:
         self._known[request] = self._read(Path(request.lora_path))
 
     def forget(self, request: LoRARequest) -> None:
-        """Let go of an adapter's weights; what is in its place stays until another needs that."""
+        """Let go of an adapter that no unfinished request names, and of its place. Registered again it is read again."""
         self._known.pop(request, None)
+        self._places.pop(request, None)
 
     def plan(
         self, requests: Iterable[LoRARequest]
     ) -> tuple[dict[LoRARequest, int], list[tuple[LoRARequest, int]]]:
-        """(the places once a step with these adapters runs, least recently used first; what moves into which place)."""
+        """(the places once a step with these adapters runs, least recently used first; what moves into which place).
+
+        Raises ValueError for more adapters than places, and for one that is not registered: it would have no effect.
+        """
         wanted = list(dict.fromkeys(requests))
+        for request in wanted:
+            if request not in self._known:
+                raise ValueError(
+                    f"lora_request: expected an adapter that is registered, got {request.lora_name!r}"
+                )
         if len(wanted) > self.num_places:
             raise ValueError(
                 f"lora_request: expected at most {self.num_places} adapters in a step, got {len(wanted)}"
@@ -147,6 +156,7 @@ class Adapters:
     def move_in(self, moves: Iterable[tuple[LoRARequest, int]]) -> None:
         """Copy adapters into their places. In order with the steps that use them."""
         for request, place in moves:
+            # forgotten since the launch: then nobody waits for what the step makes of it
             weights = self._known.get(request, {})
             for name, (layer, part) in self._layers.items():
                 layer.fill(place, part, weights.get(name))

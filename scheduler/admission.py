@@ -3,7 +3,7 @@ make another lose its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -131,8 +131,14 @@ def num_cross_blocks(group: SequenceGroup, config: SchedulerConfig) -> int:
     return 0 if encoder is None else cdiv(encoder.num_tokens, config.block_size)
 
 
-def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int:
+def peak_blocks(
+    groups: Iterable[SequenceGroup],
+    config: SchedulerConfig,
+    drawing: Container[SequenceGroup] = (),
+) -> int:
     """Most blocks these groups can hold at once from now on, if each of them runs to its longest.
+
+    drawing   groups whose next token a step in flight draws: they feed it in the step to come
 
     A group of L tokens that may feed R more holds, t steps from now, blocks for min(L + t, L + R) tokens of each of its
     sequences (the prompt's full blocks once), as long as t <= R + d. Decodes advance in every step, so for them d = 0; a
@@ -148,7 +154,8 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
     for group in groups:
         leader = group.live[0]
         limit = most_output_tokens(group, config) - leader.num_output_tokens
-        if group.is_prefill:
+        is_drawing = group in drawing  # one token further than what is known
+        if group.is_prefill and not is_drawing:
             waiting_tokens += group.num_tokens_to_feed()
             # several live sequences catch up after a preemption, one after the other: no bound is known
             is_split = config.enable_chunked_prefill and len(group.live) == 1
@@ -163,7 +170,8 @@ def peak_blocks(groups: Iterable[SequenceGroup], config: SchedulerConfig) -> int
         shared = group.num_prompt_tokens // size if seqs > 1 else 0
         cross = num_cross_blocks(group, config)
         # the last token drawn is not fed any more
-        table.append((leader.num_tokens, max(limit - 1, 0), own_delay, seqs, shared, cross))
+        num_tokens, rest = leader.num_tokens + is_drawing, max(limit - 1 - is_drawing, 0)
+        table.append((num_tokens, rest, own_delay, seqs, shared, cross))
     if not table:
         return 0
     tokens, rest, delays, seqs, shared, cross = np.array(table, np.int64).T

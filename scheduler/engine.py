@@ -281,7 +281,7 @@ class Engine:
         call returns what this one would have.
         """
         changed, self._aborted = self._aborted, []
-        failures: list[Exception] = []
+        failures: list[BaseException] = []
         try:
             while len(self._in_flight) < self._most_in_flight and self._launch_next(changed):
                 pass
@@ -291,8 +291,10 @@ class Engine:
                 raise RuntimeError(
                     "no progress: requests are unfinished, but none could be scheduled"
                 )
-        except Exception as failure:
+        except BaseException as failure:
             failures.append(failure)
+            # who ended in a write-back that got half way
+            changed += [g for g in self._requests if g.is_finished and g not in self._aborted]
         requests = [self._requests[group] for group in dict.fromkeys(changed)]
         failures += [failure for request in requests if (failure := self._decode(request))]
         for request in requests:
@@ -300,7 +302,7 @@ class Engine:
                 del self._requests[request.group]
         if self._check:
             self.scheduler.check_invariants()
-        requests, self._undelivered = self._undelivered + requests, []
+        requests, self._undelivered = list(dict.fromkeys(self._undelivered + requests)), []
         if failures:
             self._undelivered = requests
             raise failures[0]

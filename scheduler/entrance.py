@@ -84,6 +84,7 @@ class Entrance(Selection):
             return False
         self.scheduler.swapped.remove(group)
         self.step.swaps_in += self.blocks.swap_in(group.owners)
+        self.step.returned[group] = []
         group.generation_id += 1
         seqs = self.next_of(group)
         chunk = self.chunk(group, len(seqs))
@@ -159,8 +160,10 @@ class Entrance(Selection):
         """With admission "reserve": nobody will run out of blocks if the group comes in."""
         if self.config.admission == "optimistic":
             return True
-        running = self.scheduler.running
-        return peak_blocks([*running, group], self.config) <= self.blocks.num_blocks
+        scheduler = self.scheduler
+        drawing = scheduler.batch.row_of if scheduler.flight else ()
+        peak = peak_blocks([*scheduler.running, group], self.config, drawing)
+        return peak <= self.blocks.num_blocks
 
     def _clear_way(self, group: SequenceGroup) -> bool:
         """Preempt less urgent running groups, the last first, until seats and blocks suffice; nobody if they never would."""

@@ -318,6 +318,10 @@ class Scheduler:
             row.num_samples, row.num_candidates = snapshot.num_samples, snapshot.num_candidates
             snapshots.append(snapshot)
         step.snapshots = Snapshots(None if step.decodes is None else step.decodes.rows, snapshots)
+        for group, published in step.returned.items():
+            # they may have been evicted where they were before
+            for seq in filter(lambda seq: self.blocks.has_table(seq.seq_id), group.live):
+                published += self.blocks.publish(seq, group.namespace, 0)
         for row in step.rows:
             self._progress(row)
         outputs = self._outputs(step)
@@ -379,6 +383,10 @@ class Scheduler:
             self.blocks.unpublish(row.published)
             if row.group not in step.voided:
                 self._undo(row.group, row.seqs)
+        for group, published in step.returned.items():
+            self.blocks.unpublish(published)
+            if group not in step.voided:
+                self._undo(group, group.seqs)
         self.blocks.release(step.fenced)
         for group in step.swaps_out:
             if group in self.swapped:

@@ -37,7 +37,9 @@ class SchedulerOutputs:
     @property
     def is_empty(self) -> bool:
         """Nothing to run and nothing to move."""
-        return not (self.seq_group_metadata_list or self.blocks_to_swap_out)
+        return not (
+            self.seq_group_metadata_list or self.blocks_to_swap_out or self.blocks_to_swap_in
+        )
 
 
 @dataclass
@@ -63,6 +65,8 @@ class Step:
     decodes: DecodePlace | None = None  # the batch of plain decodes, whose rows come first
     rows: list[Row] = field(default_factory=list)
     placed: set[SequenceGroup] = field(default_factory=set)  # those of `rows`, and who came back
+    # groups that come back from the host, some without a row, and blocks of theirs that can be found from now on
+    returned: dict[SequenceGroup, list[int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)
     swaps_out: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
@@ -102,7 +106,9 @@ class Step:
         """Whether the step reads or writes the sequence's blocks."""
         if self.decodes is not None and seq in self.decodes.seqs:
             return True
-        return any(seq in row.seqs for row in (*self.rows, *self.left_out))
+        if any(seq in row.seqs for row in (*self.rows, *self.left_out)):
+            return True
+        return any(seq in group.seqs for group in self.returned)
 
 
 def create_metadata(

@@ -67,6 +67,11 @@ def write_back(scheduler: Scheduler, step: Step, outputs: SamplerOutput) -> list
             scheduler.batch.reread(group)  # it joined while this was drawn
         elif counts and _decodes_next(scheduler, group):
             scheduler.batch.join(group)
+    for group in step.returned:
+        if group.is_finished:
+            for seq in group.seqs:
+                scheduler.release(seq)
+            scheduler.release_encoder(group)
     scheduler.blocks.release(step.fenced)
     for later in scheduler.flight:
         if later.decodes is not None:  # its tokens, and what they fill, are known only now

@@ -137,6 +137,8 @@ def test_replayed_steps_are_those_without_an_adapter(tiny, requests):
 def test_adapters_take_the_places_of_those_not_used_for_longest(tiny, requests):
     full, narrow, wide = (requests[kind] for kind in KINDS)
     adapters = Adapters(tiny.model, places=2, max_rank=8)
+    for request in (full, narrow, wide):
+        adapters.register(request)
 
     def step(*wanted):
         places, moves = adapters.plan(wanted)
@@ -153,6 +155,21 @@ def test_adapters_take_the_places_of_those_not_used_for_longest(tiny, requests):
         ValueError, match="lora_request: expected at most 2 adapters in a step, got 3"
     ):
         adapters.plan([full, narrow, wide])
+
+
+def test_an_adapter_that_was_forgotten_is_read_again(tiny, requests):
+    """B70: neither what is left of it in its place takes effect, nor nothing at all."""
+    full = requests["full"]
+    adapters = Adapters(tiny.model, places=2, max_rank=8)
+    with pytest.raises(ValueError, match="expected an adapter that is registered, got 'full'"):
+        adapters.plan([full])
+    adapters.register(full)
+    adapters.commit(adapters.plan([full])[0])
+    adapters.forget(full)
+    with pytest.raises(ValueError, match="registered"):
+        adapters.plan([full])
+    adapters.register(full)
+    assert adapters.plan([full])[1] == [(full, 0)]
 
 
 def refused(tiny, tmp_path, tensors=None, match="", **config):

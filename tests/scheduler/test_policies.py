@@ -25,8 +25,9 @@ def running(h: Harness) -> list[str]:
 @pytest.mark.parametrize("num_cpu_blocks", [0, 40], ids=["recompute", "swap"])
 def test_an_urgent_request_is_served_in_the_next_step(scarce, num_cpu_blocks):
     """B39, B40: be it seats or blocks that are missing; those who made way go on as if nothing had been."""
-    limits = dict(max_num_seqs=4) if scarce == "seats" else dict(num_blocks=13)
-    h = Harness(policy="priority", num_cpu_blocks=num_cpu_blocks, **limits)
+    limits = dict(max_num_seqs=4) if scarce == "seats" else dict(num_blocks=11)
+    mode = "swap" if num_cpu_blocks else "recompute"
+    h = Harness(policy="priority", num_cpu_blocks=num_cpu_blocks, preemption_mode=mode, **limits)
     for name in "abcd" if scarce == "seats" else "abc":
         h.add(name, prompt(10, ord(name)), max_tokens=5)
     for _ in range(3):
@@ -41,6 +42,7 @@ def test_an_urgent_request_is_served_in_the_next_step(scarce, num_cpu_blocks):
         r.group.metrics.num_preemptions for name, r in h.finished.items() if name != "urgent"
     ]
     assert sum(victims) == 1, "just enough make way, once"
+    assert (h.runner.num_moves["out"] > 0) == (num_cpu_blocks > 0)
     for name in "abc":
         assert h.tokens(name) == solo(prompt(10, ord(name)), 5)
 
@@ -119,6 +121,27 @@ def test_reserve_admits_exactly_what_will_fit():
         assert h.tokens("short") == solo(prompt(4), 3) and h.tokens("long") == solo(
             prompt(3, 50), 7
         )
+        assert all(r.group.metrics.num_preemptions == 0 for r in h.finished.values())
+
+
+def test_reserve_counts_the_token_that_a_step_in_flight_draws():
+    """Put together while that step runs, the next one feeds it: the others hold one token more than is known."""
+    for num_blocks, together in ((16, 2), (15, 1)):
+        h = Harness(
+            num_blocks=num_blocks,
+            block_size=1,
+            admission="reserve",
+            async_scheduling=True,
+            enable_prefix_caching=False,
+        )
+        h.add("long", prompt(3, 50), max_tokens=12)
+        for _ in range(3):
+            h.step()
+        # in the steps to come: 7, 8, 9 blocks, and 5, 6, 7
+        h.add("short", prompt(5), max_tokens=3)
+        h.step()
+        assert h.runner.num_ahead >= 3 and len(running(h)) == together, num_blocks
+        h.drain()
         assert all(r.group.metrics.num_preemptions == 0 for r in h.finished.values())
 
 

@@ -22,12 +22,14 @@ class Overtaken:
         self.launch, self.at_step, self.event = h.runner.launch, at_step, event
         self.launched: list[list[str]] = []
         self.num_stale = 0
+        self.check = h.scheduler.check_invariants
         h.runner.launch = self.run
 
     def run(self, metadata_list, **kwargs):
         if len(self.launched) == self.at_step and self.event is not None:
             event, self.event = self.event, None
             event()
+            self.check()
         for metadata in metadata_list:
             current = kwargs["generation_of"](metadata.request_id)
             if current != metadata.generation_id:

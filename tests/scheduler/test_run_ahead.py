@@ -103,6 +103,7 @@ def test_blocks_that_generated_tokens_fill_are_known_once_the_tokens_are():
 
 @pytest.mark.parametrize("event", ["abort", "preempt"])
 def test_blocks_named_by_two_steps_wait_for_the_second(event):
+    """B85."""
     h = Harness(async_scheduling=True, num_blocks=12)
     h.add("a", prompt(9), max_tokens=9)
     h.add("b", prompt(9, 400), max_tokens=9)

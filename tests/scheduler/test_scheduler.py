@@ -32,7 +32,7 @@ def prompt(length: int, start: int = 0) -> list[int]:
     ],
 )
 def test_impossible_requests_are_refused_and_disturb_nobody(token_ids, message):
-    """B45, B46, B48, B49: refused with the numbers when added; the queue behind is served."""
+    """B45, B46, B49: refused with the numbers when added; the queue behind is served."""
     h = Harness(max_model_len=64)
     h.add("before", prompt(5))
     with pytest.raises(ValueError, match=message):
@@ -44,10 +44,13 @@ def test_impossible_requests_are_refused_and_disturb_nobody(token_ids, message):
 
 
 def test_prompt_larger_than_the_pool_is_refused():
-    """B45: 49 blocks of 16, prompt of 1002 tokens; both numbers are named."""
+    """B45, B48: 49 blocks of 16, prompt of 1002 tokens; both numbers are named, and later requests run."""
     h = Harness(num_blocks=49, block_size=16, max_model_len=4096)
     with pytest.raises(ValueError, match=r"1002 tokens.*49 blocks of 16"):
         h.add("big", prompt(1002))
+    h.add("small", prompt(5))
+    h.drain()
+    assert h.tokens("small") == solo(prompt(5), 8)
 
 
 def test_more_samples_than_seats_is_refused():
@@ -176,15 +179,20 @@ def test_prefix_of_generated_tokens_is_found_too():
 
 
 def test_match_is_made_anew_at_admission():
-    """B04: matched blocks are evicted while the request waits for a seat; it computes those tokens again."""
-    h = Harness(num_blocks=8, max_num_seqs=1)
+    """B04: matched blocks are evicted while the request waits for blocks; it computes those tokens again."""
+    h = Harness(num_blocks=8)
     h.add("seed", prompt(8), max_tokens=1)
     h.drain()
-    h.add("other", prompt(20, 300), max_tokens=12)  # takes the whole pool
-    h.add("x", prompt(9), max_tokens=2)
+    h.add("other", prompt(20, 300), max_tokens=12)  # takes the whole pool in the end
+    h.step()
+    h.add("x", prompt(17), max_tokens=2)
+    h.step()
+    assert h.scheduler.waiting and h.blocks.match(h.scheduler.waiting[0].seqs[0], "", 17)
+    h.step_until(lambda: "other" in h.finished)
+    assert h.scheduler.waiting[0].request_id == "x"
     h.drain()
     assert h.finished["x"].group.metrics.num_cached_tokens == 0
-    assert h.tokens("x") == solo(prompt(9), 2)
+    assert h.tokens("x") == solo(prompt(17), 2)
 
 
 def test_an_evicted_block_is_not_found_again():
@@ -223,7 +231,8 @@ def test_distinct_prompts_have_distinct_blocks():
     """B17: ids with the same low byte, and pairs that cancel in a linear rolling hash."""
     h = Harness(block_size=2)
     a, b = 65, 321
-    for i, pair in enumerate([(a, b), (b, a), (a, a), (b, b), (a + 31, b - 1)]):
+    cancelling = [(a + 31, b - 1), (a + 1, b - 31), (a + 256, b - 1), (a + 1, b - 1)]
+    for i, pair in enumerate([(a, b), (b, a), (a, a), (b, b), *cancelling]):
         h.add(f"r{i}", [*pair, 5], max_tokens=1)
         h.drain()
         assert h.finished[f"r{i}"].group.metrics.num_cached_tokens == 0
@@ -409,6 +418,7 @@ def test_abort_while_a_step_is_in_flight():
     again = h.scheduler.generation_of("r")
     assert again is not None and again != outputs.seq_group_metadata_list[0].generation_id
     assert len(outputs.seq_group_metadata_list) == 1
+    h.scheduler.check_invariants()
 
 
 def test_wrong_number_of_results_is_refused():
@@ -606,6 +616,44 @@ def test_a_text_that_cannot_be_made_ends_its_request_alone(monkeypatch):
             continue
     assert sorted(ended) == ["bad", "good"]
     assert h.num_used_blocks == 0
+
+
+def test_who_got_a_token_in_a_step_that_raised_and_ends_in_the_next_ends_once(monkeypatch):
+    h = Harness()
+    h.add("good", prompt(3), max_tokens=2)
+    bad = h.add("bad", prompt(4), max_tokens=4)
+    decode = type(bad).decode
+
+    def broken(self, seq):
+        if self is bad:
+            raise RuntimeError("no text")
+        return decode(self, seq)
+
+    monkeypatch.setattr(type(bad), "decode", broken)
+    with pytest.raises(RuntimeError, match="no text"):
+        h.step()
+    assert [request.group.request_id for request in h.step()] == ["good", "bad"]
+
+
+def test_an_interrupted_step_forgets_nobody():
+    """One was aborted before the step and would have been taken leave of in it."""
+    h = Harness(async_scheduling=True)
+    h.add("a", prompt(5))
+    h.add("b", prompt(6))
+    h.step()
+    h.engine.abort("a")
+    launched = h.engine._in_flight[0].launch
+    result = launched.result
+
+    def interrupted():
+        launched.result = result
+        raise KeyboardInterrupt
+
+    launched.result = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        h.step()
+    h.drain()
+    assert sorted(h.finished) == ["a", "b"] and h.tokens("b") == solo(prompt(6), 8)
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.runtime.params import SamplingParams
-from octavo.scheduler import SequenceStatus
+from octavo.scheduler import SequenceGroup, SequenceStatus
 from octavo.tests.scheduler.harness import Harness
 from octavo.tests.scheduler.shadow import solo
 
@@ -140,7 +140,10 @@ def test_a_step_that_fails_makes_its_swaps_worthless(moved):
 def test_a_swapped_group_that_outgrew_the_pool_ends_with_what_it_has():
     """B31, B34: nothing hangs and no block of it stays anywhere."""
     h = Harness(num_blocks=6, num_cpu_blocks=16, preemption_mode="swap")
-    h.add("r", PROMPT[:8], max_tokens=100, n=2)
+    group = h.add("r", PROMPT[:8], max_tokens=100, n=2).group
+    h.step_until(lambda: group.seqs[0].num_tokens == 17)
+    h.scheduler.preempt("r")
+    assert group.state is SWAPPED
     h.drain()
     request = h.finished["r"].group
     assert all(seq.status is SequenceStatus.FINISHED_LENGTH for seq in request.seqs)
@@ -149,8 +152,122 @@ def test_a_swapped_group_that_outgrew_the_pool_ends_with_what_it_has():
     assert h.blocks.host.num_used == 0
 
 
+def test_a_swapped_group_takes_no_seats():
+    """B44: as many as it needs are there, unless its own count against it."""
+    h = Harness(num_blocks=32, num_cpu_blocks=16, max_num_seqs=3)
+    h.add("r", PROMPT, max_tokens=6, n=3)
+    h.step()
+    h.scheduler.preempt("r")
+    assert h.scheduler.running == []
+    h.drain(max_steps=20)
+    answers(h, max_tokens=6)
+
+
+def test_what_comes_back_is_found_by_others_too():
+    """B37: its blocks were evicted while it was away, and are known again, as if it had never left."""
+    h = Harness(num_blocks=8, num_cpu_blocks=8, preemption_mode="swap")
+    h.add("r", PROMPT[:9], max_tokens=12)
+    for _ in range(4):
+        h.step()
+    h.scheduler.preempt("r")
+    h.step()
+    h.blocks.reset_prefix_cache()
+    h.drain()
+    longer = PROMPT[:9] + h.tokens("r")
+    h.add("s", longer, max_tokens=1)
+    h.drain()
+    assert h.finished["s"].group.metrics.num_cached_tokens == 20
+    assert h.tokens("s") == solo(longer, 1)
+
+
+def catching_up(n: int, **config) -> tuple[Harness, SequenceGroup]:
+    """`n` samples of 6 + 1 tokens have given up their blocks, which happens while a step is in flight."""
+    h = Harness(
+        block_size=1,
+        num_cpu_blocks=40,
+        preemption_mode="swap",
+        max_num_batched_tokens=8,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        **config,
+    )
+    if "num_blocks" in config:
+        h.add("older", [100], max_tokens=30)
+        h.step()
+    group = h.add("r", PROMPT[:6], max_tokens=8, n=n).group
+    h.step_until(lambda: len(group.seqs) == n)
+    launch = h.runner.launch
+
+    def then_preempted(*args, **kwargs):
+        launched = launch(*args, **kwargs)
+        h.scheduler.preempt("r")
+        return launched
+
+    h.runner.launch = then_preempted
+    h.step()
+    h.runner.launch = launch
+    assert group.state is WAITING
+    return h, group
+
+
+@pytest.mark.parametrize("event", ["nothing", "fail", "abort"])
+def test_a_group_that_comes_back_and_feeds_nothing_yet(event):
+    """The others share all that its leader has computed and brought back, so that all could go on at once, for which the
+    step has no tokens left. If the step fails nobody has filled its blocks."""
+    h, group = catching_up(3)
+    h.add("other", list(range(50, 67)), max_tokens=3)  # in chunks of 2, 8 and 7 tokens
+    h.step()
+    assert [seq.num_computed_tokens for seq in group.seqs] == [6, 0, 0]
+    h.scheduler.preempt("r")
+    h.step()
+    execute, launch, rows = h.runner.execute, h.runner.launch, []
+
+    def noted(metadata_list, **kwargs):
+        rows.extend(metadata.request_id for metadata in metadata_list)
+        if event == "fail":
+            raise OSError("no luck")
+        return execute(metadata_list, **kwargs)
+
+    def aborted(*args, **kwargs):
+        launched = launch(*args, **kwargs)
+        if event == "abort":
+            before = h.num_used_blocks
+            h.engine.abort("r")
+            assert h.num_used_blocks == before, "the step fills them"
+        return launched
+
+    h.runner.execute, h.runner.launch = noted, aborted
+    if event == "fail":
+        with pytest.raises(OSError, match="no luck"):
+            h.step()
+        assert group.state is WAITING
+    else:
+        h.step()
+        assert h.runner.num_moves["in"] == 6
+    assert rows == ["other"]
+    h.runner.execute, h.runner.launch = execute, launch
+    h.drain()
+    assert h.tokens("other") == solo(list(range(50, 67)), 3)
+    if event != "abort":
+        got = [seq.output_token_ids.tolist() for seq in group.seqs]
+        assert got == [solo(PROMPT[:6], 8, index) for index in range(3)]
+
+
+def test_a_step_that_brings_a_group_back_and_nothing_else():
+    """Its leader's six blocks fit, one more for each of four samples does not: it ends with what it has."""
+    h, group = catching_up(4, num_blocks=9)
+    h.engine.abort("older")
+    h.step_until(lambda: group.seqs[0].num_computed_tokens == 6)
+    h.scheduler.preempt("r")
+    h.drain(max_steps=6)
+    assert h.runner.num_moves["in"] == 6
+    got = [seq.output_token_ids.tolist() for seq in group.seqs]
+    assert got == [solo(PROMPT[:6], 1, index) for index in range(4)]
+    assert group.state is SequenceStatus.FINISHED_LENGTH
+
+
 def test_swapped_come_back_before_anybody_new_comes_in():
-    """FCFS, with those that were preempted ahead of those who have not begun. B44: they take no seats meanwhile."""
+    """FCFS, with those that were preempted ahead of those who have not begun."""
     h = Harness(num_blocks=12, num_cpu_blocks=40, max_num_seqs=4)
     h.add("old", PROMPT, max_tokens=14, n=2)
     h.add("young", PROMPT[::-1], max_tokens=14, n=2)

@@ -76,6 +76,19 @@ def test_a_preempted_decoder_whose_prefix_and_encoder_fill_the_pool():
     assert h.tokens("a") == solo(prompt(2), 2, encoder=prompt(7))
 
 
+def test_samples_that_outgrew_the_pool_together_come_back_to_end():
+    """B31: what they hold at their present length is more than there is, so they cannot wait for that."""
+    h = Harness(num_blocks=6, block_size=2, enable_prefix_caching=False)
+    group = h.add("a", prompt(2), max_tokens=9, n=3).group
+    h.step_until(lambda: group.seqs[0].num_output_tokens == 3)
+    h.scheduler.preempt("a")
+    h.add("behind", prompt(3, 50), max_tokens=2)
+    h.drain(max_steps=30)
+    assert [h.tokens("a", i) for i in range(3)] == [solo(prompt(2), 3, i) for i in range(3)]
+    assert group.state is SequenceStatus.FINISHED_LENGTH
+    assert h.tokens("behind") == solo(prompt(3, 50), 2)
+
+
 @pytest.mark.parametrize("offset", [0, 5])
 def test_a_span_that_must_stay_whole_and_exceeds_the_pool_is_refused(offset):
     """B54, B62: with a window the prompt may be longer than the pool, a span that must stay whole may not."""
@@ -158,6 +171,27 @@ def test_a_write_back_that_fails_half_way_loses_nothing(monkeypatch, first_steps
     monkeypatch.undo()
     h.drain()
     assert h.tokens("a") == solo(prompt(5), 8) and h.tokens("b") == solo(prompt(6), 8)
+
+
+def test_who_ends_in_a_write_back_that_fails_half_way_is_told_so(monkeypatch):
+    from octavo.scheduler import write_back
+
+    h = Harness()
+    h.add("a", prompt(5), max_tokens=1)
+    h.add("b", prompt(6))
+    write = write_back._write_samples
+
+    def fail_for_b(scheduler, row, *drawn):
+        if row.group.request_id == "b":
+            raise OSError("interrupted")
+        write(scheduler, row, *drawn)
+
+    monkeypatch.setattr(write_back, "_write_samples", fail_for_b)
+    with pytest.raises(OSError, match="interrupted"):
+        h.step()
+    monkeypatch.undo()
+    h.drain()
+    assert h.tokens("a") == solo(prompt(5), 1) and h.tokens("b") == solo(prompt(6), 8)
 
 
 def test_lists_of_several_lengths_are_refused_by_name():
