@@ -82,6 +82,9 @@ def test_replays_equal_eager_steps_whatever_lengths_and_tables_are(sizes):
         expected = model.compute_logits(model(args, eager))
         torch.testing.assert_close(graphs.logits(args), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(replayed.data, eager.data), "padding is written nowhere"
+        for graph in graphs._graphs.values():
+            if graph.logits.data_ptr() == graphs.logits(args).data_ptr():
+                assert not graph.args.seq_lens[len(rows) :].any(), "and attends to nothing"
 
 
 def test_what_the_host_decided_at_capture_stays_decided():

@@ -295,6 +295,23 @@ def test_parts_of_images_that_a_chunk_cuts():
     assert args.lora_token_order is None
 
 
+def test_each_of_several_sequences_has_its_parts_and_its_adapter():
+    image, adapter = MultiModalSpan(1, 2, b"picture1"), LoRARequest("one", 1)
+    part = (SpanChunk(image, 0, 2, 1),)
+    one = snapshot("a", tokens=range(8), context=0, chunk=4, table=[1], multi_modal_data=part, lora_request=adapter)  # fmt: skip
+    two = msgspec.structs.replace(
+        one,
+        seq_data={0: one.seq_data[0], 1: one.seq_data[0]},
+        block_tables={0: one.block_tables[0], 1: np.array([2], np.int32)},
+    )
+    last = snapshot("b", tokens=range(8), context=0, chunk=4, table=[3], seq_id=2, multi_modal_data=part)  # fmt: skip
+    args = build_launch_args([two, last], BLOCK_SIZE, NUM_BLOCKS, LaunchBuffers(), {adapter: 0}, 1)
+    assert args.multi_modal_places.tolist() == [1, 2, 5, 6, 9, 10]
+    assert args.multi_modal_parts == (*part, *part, *part)
+    assert args.lora_token_order.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert args.lora_adapter_starts.tolist() == [4, 12]
+
+
 def test_nothing_is_made_where_nothing_is_asked_for():
     plain = snapshot(tokens=range(4), context=0, chunk=4, table=[1])
     args = build_launch_args([plain], BLOCK_SIZE, NUM_BLOCKS, LaunchBuffers(), {}, 2)

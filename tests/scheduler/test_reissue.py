@@ -124,6 +124,35 @@ def test_what_a_stale_row_was_to_compute_is_not_found_later():
     assert h.tokens("again") == solo(prompt(9), 4)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["stale", "failed"])
+def test_what_a_decode_was_to_compute_is_not_found_later(fails):
+    """The token it feeds fills a block, which is known with the step, and is not written by it."""
+    h = Harness(block_size=4)
+    h.add("a", prompt(3), max_tokens=4)
+    h.add("b", prompt(3, 50), max_tokens=4)
+    known = prompt(3) + solo(prompt(3), 1)
+    h.step()
+    launch = h.runner.launch
+
+    def broken(*args, **kwargs):
+        h.runner.launch = launch
+        h.engine.abort("a")
+        raise OSError("nothing was run")
+
+    if fails:
+        h.runner.launch = broken
+        with pytest.raises(OSError, match="nothing was run"):
+            h.step()
+    else:
+        Overtaken(h, 0, lambda: h.engine.abort("a"))
+        h.step()
+        assert h.scheduler.totals.num_batched_tokens == h.runner.num_tokens
+    h.add("again", [*known, 9], max_tokens=4)
+    h.drain()
+    assert h.finished["again"].group.metrics.num_cached_tokens == 0
+    assert h.tokens("again") == solo([*known, 9], 4) and h.tokens("b") == solo(prompt(3, 50), 4)
+
+
 def test_a_step_in_which_nothing_is_stale_is_not_issued_again():
     h = Harness()
     h.add("a", prompt(5))

@@ -88,11 +88,12 @@ def test_a_token_that_ends_a_request_leaves_the_next_step_without_use_for_it():
     assert h.num_used_blocks == 0 and not h.engine.has_unfinished()
 
 
-def test_blocks_that_generated_tokens_fill_are_known_once_the_tokens_are():
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_blocks_that_generated_tokens_fill_are_known_once_the_tokens_are(block_size):
     """The digest of a block needs the ids that its step only draws: another request finds them all the same."""
     answer = solo(prompt(4), 9)
     for ahead in (False, True):
-        h = Harness(async_scheduling=ahead, block_size=4)
+        h = Harness(async_scheduling=ahead, block_size=block_size)
         h.add("a", prompt(4), max_tokens=9)
         h.drain()
         h.add("b", prompt(4) + answer, max_tokens=3)
@@ -103,10 +104,10 @@ def test_blocks_that_generated_tokens_fill_are_known_once_the_tokens_are():
 
 @pytest.mark.parametrize("event", ["abort", "preempt"])
 def test_blocks_named_by_two_steps_wait_for_the_second(event):
-    """B85."""
+    """B85. And what both of them draw for it is dropped."""
     h = Harness(async_scheduling=True, num_blocks=12)
-    h.add("a", prompt(9), max_tokens=9)
-    h.add("b", prompt(9, 400), max_tokens=9)
+    group = h.add("a", prompt(9), max_tokens=9).group
+    other = h.add("b", prompt(9, 400), max_tokens=9).group
     h.step()
     h.step()
     scheduler = h.scheduler
@@ -120,9 +121,33 @@ def test_blocks_named_by_two_steps_wait_for_the_second(event):
     used = scheduler.blocks.ref_count
     for tokens in ([1, 1], [1, 1]):
         assert all(used[block] for block in named)
-        scheduler.update(SamplerOutput(np.array(tokens), np.zeros(2, np.float32)))
+        num_tokens = group.seqs[0].num_tokens
+        drawn = SamplerOutput(np.array(tokens), np.zeros(2, np.float32))
+        assert scheduler.update(drawn) == [other]
+        assert group.seqs[0].num_tokens == num_tokens
         scheduler.check_invariants()
     assert not any(used[block] for block in named)
+
+
+@pytest.mark.parametrize("event", ["abort", "preempt"])
+def test_blocks_named_by_the_first_of_two_steps_wait_for_it(event):
+    """The second one leaves out who ends by length in the first."""
+    h = Harness(async_scheduling=True, enable_prefix_caching=False)
+    group = h.add("a", prompt(9), max_tokens=2).group
+    h.add("b", prompt(9, 400), max_tokens=9)
+    h.scheduler.schedule()
+    h.scheduler.update(SamplerOutput(np.array([1, 1]), np.zeros(2, np.float32)))
+    h.scheduler.schedule()
+    named = h.blocks.table(group.seqs[0].seq_id).tolist()
+    outputs = h.scheduler.schedule_ahead()
+    assert outputs is not None
+    assert [m.request_id for m in outputs.seq_group_metadata_list] == ["b"]
+    getattr(h.scheduler, event)("a")
+    assert all(h.blocks.ref_count[block] for block in named)
+    h.scheduler.update(SamplerOutput(np.array([1, 1]), np.zeros(2, np.float32)))
+    h.scheduler.update(SamplerOutput(np.array([1]), np.zeros(1, np.float32)))
+    assert group.seqs[0].num_tokens == 10
+    assert not any(h.blocks.ref_count[block] for block in named)
 
 
 def test_a_third_step_is_not_put_together():
@@ -162,6 +187,44 @@ def test_prefills_go_on_while_others_decode_ahead():
     h.drain()
     assert h.tokens("a") == solo(prompt(3), 30) and h.tokens("b") == solo(prompt(40, 300), 4)
     assert h.runner.num_ahead == 29 + 3
+
+
+def test_without_a_block_for_everybody_the_last_tokens_are_written_back_first():
+    """Two need one in the same step: whom it is taken from may not be in a step in flight."""
+    for num_blocks, ahead in ((4, True), (3, False)):
+        h = Harness(async_scheduling=True, num_blocks=num_blocks, enable_prefix_caching=False)
+        h.add("a", prompt(3), max_tokens=4)
+        h.add("b", prompt(3, 400), max_tokens=4)
+        h.scheduler.schedule()
+        h.scheduler.update(SamplerOutput(np.array([1, 1]), np.zeros(2, np.float32)))
+        h.scheduler.schedule()
+        assert (h.scheduler.schedule_ahead() is not None) == ahead
+        h.scheduler.rollback()
+        h.drain()
+
+
+def test_a_step_in_flight_is_waited_for_before_its_blocks_are_given_up():
+    """The one after it cannot be launched; until the first is over it may still write."""
+    h = Harness(async_scheduling=True)
+    journal = Journal(h)
+    h.add("a", prompt(3), max_tokens=6)
+    h.step()
+    launch, rollback = h.runner.launch, h.scheduler.rollback
+
+    def fails(*args, **kwargs):
+        raise OSError("no launch")
+
+    def noted():
+        journal.events.append("rollback")
+        rollback()
+
+    h.runner.launch, h.scheduler.rollback = fails, noted
+    with pytest.raises(OSError, match="no launch"):
+        h.step()
+    assert journal.events[-2:] == ["result 1", "rollback"]
+    h.runner.launch = launch
+    h.drain()
+    assert h.tokens("a") == solo(prompt(3), 6)
 
 
 def test_a_step_that_fails_takes_the_one_after_it_along():
