@@ -71,13 +71,7 @@ def pool_of(
 ) -> KVPool:
     """A pool as the recorded one, zeros, or with so many blocks, the null block included."""
     count = header.num_gpu_blocks + 1 if num_blocks is None else num_blocks
-    try:
-        layout = KVLayout(header.kv_layout)
-        return KVPool(count, layers_of(header), header.block_size, device, layout)
-    except RuntimeError as error:
-        raise ValueError(
-            f"num_gpu_blocks: expected a pool that fits the memory, the recorded one has {count} blocks"
-        ) from error
+    return _pool("num_gpu_blocks", header, count, device)
 
 
 def host_pool_of(header: RecordingHeader, device: torch.device | str = "cpu") -> KVPool | None:
@@ -85,7 +79,20 @@ def host_pool_of(header: RecordingHeader, device: torch.device | str = "cpu") ->
     if header.num_cpu_blocks == 0:
         return None
     is_pinned = torch.device(device).type == "cuda"
-    layout = KVLayout(header.kv_layout)
-    return KVPool(
-        header.num_cpu_blocks + 1, layers_of(header), header.block_size, "cpu", layout, is_pinned
-    )
+    return _pool("num_cpu_blocks", header, header.num_cpu_blocks + 1, "cpu", is_pinned)
+
+
+def _pool(
+    field: str,
+    header: RecordingHeader,
+    num_blocks: int,
+    device: torch.device | str,
+    is_pinned: bool = False,
+) -> KVPool:
+    layers, layout = layers_of(header), KVLayout(header.kv_layout)
+    try:
+        return KVPool(num_blocks, layers, header.block_size, device, layout, is_pinned)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"{field}: expected a pool that fits the memory, the recorded one has {num_blocks} blocks"
+        ) from error

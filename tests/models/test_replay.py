@@ -260,9 +260,10 @@ def test_another_model_is_refused(recorded, tmp_path) -> None:
     nameless = msgspec.structs.replace(recorded.header, model=None)
     with pytest.raises(ValueError, match="model: expected the name of the recorded model"):
         load_runner(nameless)
-    huge = msgspec.structs.replace(recorded.header, num_gpu_blocks=2**45)
-    with pytest.raises(ValueError, match="num_gpu_blocks: expected a pool that fits the memory"):
-        load_runner(huge)
+    for field in ("num_gpu_blocks", "num_cpu_blocks"):
+        huge = msgspec.structs.replace(recorded.header, **{field: 2**42})
+        with pytest.raises(ValueError, match=f"{field}: expected a pool that fits the memory"):
+            load_runner(huge)
     for changes in ({"dtype": "float31"}, {"kv_layout": "HDN"}):
         with pytest.raises(ValueError):
             load_runner(msgspec.structs.replace(recorded.header, **changes))
