@@ -14,7 +14,7 @@ from octavo.runtime.metadata import (
     SequenceGroupMetadata,
     StaleMetadataError,
 )
-from octavo.runtime.params import SamplingParams
+from octavo.runtime.params import LoRARequest, SamplingParams
 from octavo.runtime.runner import ModelRunner
 
 
@@ -174,3 +174,54 @@ def test_a_checked_runner_refuses_to_read_what_nobody_wrote(pools):
     step = msgspec.structs.replace(step, block_tables={0: np.array([2, 3], np.int32)})
     runner.execute([step], blocks_to_copy=[(2, 5)], generation_of=lambda _: 0)
     assert torch.equal(pool.data[5], before[2])
+
+
+class Places:
+    """One place for adapters, and what became of it."""
+
+    num_places = 1
+
+    def __init__(self) -> None:
+        self.places: dict[LoRARequest, int] = {}
+        self.moved: list[LoRARequest] = []
+
+    def plan(self, requests):
+        wanted = dict.fromkeys(requests, 0)
+        return wanted or self.places, [(r, 0) for r in wanted if r not in self.places]
+
+    def commit(self, places) -> None:
+        self.places = places
+
+    def move_in(self, moves) -> None:
+        self.moved += [request for request, _ in moves]
+
+
+def test_adapters_are_where_they_are_said_to_be_after_steps_that_fail(pools):
+    """A step that is refused moves nothing in; one that fails, or comes after one that failed, has moved its adapters in."""
+    store, broken = Places(), [True]
+
+    class Model(EchoModel):
+        def __call__(self, args, kv):
+            if broken[0]:
+                raise OSError("the device is gone")
+            return super().__call__(args, kv)
+
+    runner = ModelRunner(Model(), pools[0], adapters=store)
+    one, two = LoRARequest("one", 1), LoRARequest("two", 2)
+
+    def step(adapter, table, after=None):
+        row = msgspec.structs.replace(snapshot([7], table), lora_request=adapter)
+        return runner.launch([row], generation_of=lambda _: 0, after=after)
+
+    with pytest.raises(MetadataError, match="block_tables"):
+        step(one, [99])
+    assert store.places == {} and store.moved == []
+    first = step(one, [2])
+    second = step(two, [3], after=first)
+    for launched in (first, second):
+        with pytest.raises(OSError, match="device is gone"):
+            launched.result()
+    assert store.places == {two: 0} and store.moved == [one, two]
+    broken[0] = False
+    assert step(two, [3]).result().token_ids.tolist() == [8]
+    assert store.moved == [one, two]

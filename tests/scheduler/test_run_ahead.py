@@ -150,6 +150,18 @@ def test_blocks_named_by_the_first_of_two_steps_wait_for_it(event):
     assert not any(h.blocks.ref_count[block] for block in named)
 
 
+def test_what_leaves_the_window_waits_for_the_step_that_sees_it():
+    """The step in flight feeds the whole prompt, the one after it sees its end alone."""
+    h = Harness(async_scheduling=True, block_size=1, sliding_window=4, enable_prefix_caching=False)
+    group = h.add("a", prompt(9), max_tokens=5).group
+    h.scheduler.schedule()
+    named = h.blocks.table(group.seqs[0].seq_id).tolist()
+    assert h.scheduler.schedule_ahead() is not None
+    assert all(h.blocks.ref_count[block] for block in named)
+    h.scheduler.update(SamplerOutput(np.array([1]), np.zeros(1, np.float32)))
+    assert [h.blocks.ref_count[block] for block in named] == [0] * 6 + [1] * 3
+
+
 def test_a_third_step_is_not_put_together():
     h = Harness(async_scheduling=True)
     h.add("a", prompt(3), max_tokens=9)

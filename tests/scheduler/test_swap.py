@@ -163,8 +163,10 @@ def test_a_swapped_group_takes_no_seats():
     answers(h, max_tokens=6)
 
 
-def test_what_comes_back_is_found_by_others_too():
-    """B37: its blocks were evicted while it was away, and are known again, as if it had never left."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_comes_back_is_found_by_others_too(fails):
+    """B37: its blocks were evicted while it was away, and are known again, as if it had never left; unless they did not
+    come."""
     h = Harness(num_blocks=8, num_cpu_blocks=8, preemption_mode="swap")
     h.add("r", PROMPT[:9], max_tokens=12)
     for _ in range(4):
@@ -172,6 +174,13 @@ def test_what_comes_back_is_found_by_others_too():
     h.scheduler.preempt("r")
     h.step()
     h.blocks.reset_prefix_cache()
+    if fails:
+        execute = h.runner.execute
+        h.runner.execute = None
+        with pytest.raises(TypeError):
+            h.step()
+        h.runner.execute = execute
+        assert h.blocks.device.num_cached == 0
     h.drain()
     longer = PROMPT[:9] + h.tokens("r")
     h.add("s", longer, max_tokens=1)
