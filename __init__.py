@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .kernels.swap_costs import SwapCosts
+    from .models.async_llm import AsyncLLM
     from .models.llm import LLM
-    from .runtime.params import LoRARequest, SamplingParams
+    from .runtime.params import Guided, LoRARequest, SamplingParams
     from .scheduler.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
+    "Guided",
     "LoRARequest",
     "RequestOutput",
     "SamplingParams",
@@ -27,8 +30,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncLLM": ".models.async_llm",
     "LLM": ".models.llm",
     "SamplingParams": ".runtime.params",
+    "Guided": ".runtime.params",
     "LoRARequest": ".runtime.params",
     "SwapCosts": ".kernels.swap_costs",
     "CompletionOutput": ".scheduler.outputs",

@@ -68,7 +68,7 @@ class AsyncLLM:
         """
         mailbox = _Mailbox(asyncio.get_running_loop())
         # completions that compete for their places have no news, only a result
-        is_ranked = sampling_params is not None and sampling_params.is_ranked
+        is_ranked = getattr(sampling_params, "is_ranked", False)
         adding = self._call(lambda: self._add(prompt, sampling_params, lora_request, mailbox))
         seen: RequestOutput | None = None
         try:
@@ -104,6 +104,7 @@ class AsyncLLM:
                 self._is_closed = True
                 self._commands.put(None)
         self._thread.join()
+        self.llm.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

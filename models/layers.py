@@ -189,6 +189,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         _check_groups(num_heads, num_kv_heads)
+        self.num_heads = num_heads
         self.layer = layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from ..runtime.decode_graphs import DecodeGraphs, default_sizes
 from ..runtime.memory import host_pool_blocks
 from ..runtime.params import LoRARequest, SamplingParams
+from ..runtime.recording import RecordingRunner, RecordingWriter
 from ..runtime.runner import Model, ModelRunner, in_background
 from ..scheduler import Engine, RequestOutput, Scheduler, SchedulerConfig, SchedulerStats
 from .adapters import Adapters
+from .guided import Guides
 from .layers import kv_layers, widest_window
 from .loader import load_model
 from .pools import build_pools
+from .replay import header_of, recording_path
 from .tokenizer import load_tokenizer
 from .weights import resolve_model
 
@@ -80,8 +85,12 @@ class LLM:
     preemption_mode, policy, order, admission  what happens when blocks or seats run short, see `SchedulerConfig`
     model_class             a model of your own, built as model_class(config); see docs/design.md
     seed                    of requests that name none
+    record                  a file that takes every executed step, to be run again by `octavo replay`; it is whole after
+                            `close()`, which the end of the process calls too. See docs/recording.md
     Raises ValueError naming the argument, what was expected and what came.
     """
+
+    recording: RecordingWriter | None = None
 
     def __init__(
         self,
@@ -110,6 +119,7 @@ class LLM:
         max_lora_rank: int = 16,
         model_class: Callable[[Any], torch.nn.Module] | None = None,
         seed: int = 0,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         on_device = torch_device(device)
         torch_dtype = _dtype(dtype, on_device)
@@ -135,6 +145,7 @@ class LLM:
         host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
         if model_class is not None and not callable(model_class):
             raise ValueError(f"model_class: expected a class, got {model_class!r}")
+        record_to = None if record is None else recording_path(record)
         source = resolve_model(os.fspath(model))
         config = source.config()
         if getattr(config, "is_encoder_decoder", False):
@@ -190,24 +201,34 @@ class LLM:
             with torch.inference_mode():
                 graphs.capture_all()
         check = os.environ.get("OCTAVO_CHECK") == "1"
+        runner: Any = ModelRunner(
+            cast(Model, loaded),
+            self.pool,
+            self.host_pool,
+            check,
+            swap_costs,
+            in_background() if async_scheduling else None,
+            graphs,
+            self.adapters,
+        )
+        if record_to is not None:
+            header = header_of(
+                source, loaded, self.config, self.pool, scheduler_config, self.adapters
+            )
+            header = msgspec.structs.replace(header, kv_cache_dtype=kv_cache_dtype, seed=seed)
+            self.recording = RecordingWriter(record_to, header)
+            weakref.finalize(self, self.recording.close)
+            runner = RecordingRunner(runner, self.recording)
         self.engine = Engine(
             Scheduler(scheduler_config),
-            ModelRunner(
-                cast(Model, loaded),
-                self.pool,
-                self.host_pool,
-                check,
-                swap_costs,
-                in_background() if async_scheduling else None,
-                graphs,
-                self.adapters,
-            ),
+            runner,
             self.tokenizer.backend_tokenizer,
             self.tokenizer.eos_token_ids,
             seed,
             check,
             async_scheduling,
         )
+        self._guides = Guides(self.tokenizer, self.config.vocab_size)
         self._ids = itertools.count()
         # requests that changed in a step which another call took, until their own call looks
         self._changed: dict[Request, None] = {}
@@ -225,7 +246,7 @@ class LLM:
         sampling_params, and lora_request (the adapter to use), may be one for all or one for each. Raises ValueError, with nothing run, when a prompt is
         impossible. `progress` shows a bar on standard error.
         """
-        requests = self._add(prompts, sampling_params, lora_request)
+        requests = self.add_requests(prompts, sampling_params, lora_request)
         try:
             with progress_bar(len(requests), progress) as advance:
                 for done in self._run(requests):
@@ -246,7 +267,7 @@ class LLM:
         Text only ever grows. The prompts are checked and queued when the iteration begins; closing the iterator aborts
         what is unfinished. Other calls may run in between: all share the steps.
         """
-        requests = self._add(prompts, sampling_params, lora_request)
+        requests = self.add_requests(prompts, sampling_params, lora_request)
         places = {request: place for place, request in enumerate(requests)}
         try:
             for changed in self._run(requests):
@@ -270,6 +291,11 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
+    def close(self) -> None:
+        """End the recording, if there is one: the file then says that it is whole. Later steps are not recorded."""
+        if self.recording is not None:
+            self.recording.close()
+
     def stats(self) -> EngineStats:
         return EngineStats(
             **vars(self.engine.scheduler.stats()),
@@ -277,12 +303,13 @@ class LLM:
             block_bytes=self.pool.block_bytes,
         )
 
-    def _add(
+    def add_requests(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         lora_request: Adapter | Seq[Adapter] = None,
     ) -> list[Request]:
+        """Queue requests for `engine.step`, all or, with a ValueError, none."""
         batch = _as_batch(prompts)
         adapters = self._registered(lora_request, len(batch))
         params: list[Any]
@@ -297,6 +324,15 @@ class LLM:
             raise ValueError(
                 f"sampling_params: expected one, or one for each of {len(batch)} prompts, got {len(params)}"
             )
+        for each in params if self.recording is not None else ():
+            if each.logits_processors or each.guided is not None:
+                raise ValueError(
+                    "logits_processors, guided: expected none while a run is recorded, functions are not data"
+                )
+        params = [
+            self._guides.with_processor(each) if each.guided is not None else each
+            for each in params
+        ]
         encoded = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in batch]
         requests: list[Request] = []
         try:

@@ -89,7 +89,7 @@ def _pool(
 ) -> KVPool:
     try:
         return KVPool(num_blocks, layers, block_size, device, pin_memory=pin_memory)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         size = gib(num_blocks * block_bytes(layers, block_size))
         raise ValueError(
             f"{argument}: expected a pool that fits the memory, {num_blocks} blocks take {size}"

@@ -55,7 +55,8 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 def weigh(logits: torch.Tensor, peak: np.ndarray, temperature: np.ndarray | None = None) -> Weights:
     num_rows, vocab = logits.shape
     num_chunks = -(-vocab // _CHUNK)
-    weights = torch.empty(num_rows, num_chunks * _CHUNK)
+    # numpy's memory, as that of the partitions below: torch's is aligned, and between the two the heap would grow
+    weights = torch.from_numpy(np.empty((num_rows, num_chunks * _CHUNK), np.float32))
     weights[:, vocab:] = 0
     inner = weights[:, :vocab]
     torch.sub(logits, torch.from_numpy(peak)[:, None], out=inner)

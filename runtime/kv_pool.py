@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..kernels._checks import FLOAT_DTYPES, QUANTISED_DTYPES
@@ -81,6 +82,19 @@ def _check_count(name: str, value: object, least: int = 1, what: str = "1 or mor
 Layers = Sequence[LayerKV | int]
 
 
+_CACHE_LINE = 64  # bytes
+
+
+def _zeros(shape: tuple[int, int], device: torch.device, pin_memory: bool) -> torch.Tensor:
+    """uint8. Plain host memory is taken from the system as it is used: a pool for many requests costs little while there are
+    few."""
+    if device.type == "cpu" and not pin_memory:
+        flat = np.zeros(shape[0] * shape[1] + _CACHE_LINE, np.uint8)
+        start = -flat.ctypes.data % _CACHE_LINE
+        return torch.from_numpy(flat[start : start + shape[0] * shape[1]].reshape(shape))
+    return torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+
+
 class KVPool:
     """K and V of `num_blocks` blocks, block 0 being the null block that nobody owns.
 
@@ -104,9 +118,7 @@ class KVPool:
         self.layers = tuple(layers)
         self.layout = layout
         self.block_size = block_size
-        self.data = torch.zeros(
-            (num_blocks, num_bytes), dtype=torch.uint8, device=device, pin_memory=pin_memory
-        )
+        self.data = _zeros((num_blocks, num_bytes), torch.device(device), pin_memory)
         self._layers = []
         for k, v, k_scale, v_scale in parts:
             scales = (None, None)

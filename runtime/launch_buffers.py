@@ -67,7 +67,7 @@ class LaunchBuffers:
             self._entries[fresh] = 0
             self._entries[same:] = 0
             self._sources = tables
-        for row in np.flatnonzero(self._entries[: len(tables)] != num_entries).tolist():
+        for row in (self._entries[: len(tables)] != num_entries).nonzero()[0].tolist():
             start, stop = int(self._entries[row]), int(num_entries[row])
             table = tables[row]
             if stop == start + 1 <= len(table) and 0 < (entry := int(table[start])) < num_blocks:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from .sampling_params import SamplingParams, is_int, require
+from .sampling_params import Guided, SamplingParams, is_int, require
 
-__all__ = ["LoRARequest", "MultiModalSpan", "SamplingParams"]
+__all__ = ["Guided", "LoRARequest", "MultiModalSpan", "SamplingParams"]
 
 
 class LoRARequest(msgspec.Struct, frozen=True):

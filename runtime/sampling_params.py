@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -44,6 +45,44 @@ def _are_ids(values: Any) -> bool:
     return all(is_int(i) and i >= 0 for i in values)
 
 
+class Guided(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of a completion has to be, from its first character to its last. One of:
+
+    json_schema  the schema that it follows, as JSON text or as a dict
+    regex        the regular expression that matches all of it (Rust's syntax)
+    choice       the texts of which it is one
+    Raises ValueError naming the field, what was expected and what came.
+    """
+
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Seq[str] = ()
+
+    def __post_init__(self) -> None:
+        choice = _as_tuple("choice", self.choice)
+        msgspec.structs.force_setattr(self, "choice", choice)
+        names = ("json_schema", "regex", "choice")
+        given = [name for name in names if getattr(self, name) not in (None, ())]
+        require(len(given) == 1, "guided", "one of json_schema, regex and choice", given)
+        ok = self.regex is None or isinstance(self.regex, str)
+        require(ok, "regex", "a regular expression", self.regex)
+        require(all(isinstance(t, str) and t for t in choice), "choice", "non-empty texts", choice)
+        if self.json_schema is not None:
+            msgspec.structs.force_setattr(self, "json_schema", _as_json(self.json_schema))
+
+
+def _as_json(schema: Any) -> str:
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(parsed)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"json_schema: expected a JSON schema, got {schema!r:.80}: {error}"
+        ) from error
+    require(isinstance(parsed, Mapping), "json_schema", "a JSON schema", schema)
+    return text
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen and when they end. Validated at construction, then immutable.
 
@@ -73,6 +112,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors  functions (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits) -> logits that
                   change a row of logits, float32 [vocab], in place or not, in turn. Ids are read-only int32 arrays. One
                   that raises ends its own request. Such a request cannot be serialised
+    guided        a JSON schema, a regular expression or a choice of texts that the output follows. Give it max_tokens enough:
+                  a text that is cut short follows nothing. Cannot be serialised, as logits_processors
     logprobs      k: for each output token its log probability and rank under the raw logits, and those of the k most
                   likely tokens at its place; 0 for the token alone, -1 for all of the vocabulary; None for nothing
     prompt_logprobs  the same for the tokens of the prompt, of which the first has none. The request then takes no KV from
@@ -112,6 +153,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: Seq[Seq[int]] = ()
     min_tokens: int = 0
     logits_processors: Seq[Any] = ()
+    guided: Guided | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -212,6 +254,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             require(ok, "logit_bias", f"numbers in [-{_MOST_BIAS}, {_MOST_BIAS}]", bias)
         processors = self.logits_processors
         require(all(map(callable, processors)), "logits_processors", "functions", processors)
+        ok = self.guided is None or isinstance(self.guided, Guided)
+        require(ok, "guided", "None or a Guided", self.guided)
         flags = (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -241,7 +285,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             got = getattr(self, name)
             require(got == value, name, f"{value} with use_beam_search", got)
         require(not self.logit_bias, "logit_bias", "none with use_beam_search", self.logit_bias)
-        for name in ("logits_processors", "stop"):
+        for name in ("logits_processors", "guided", "stop"):
             got = getattr(self, name)
             require(not got, name, "none with use_beam_search", got)
 
@@ -249,6 +293,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Sequences the request has at once, of which n are returned."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """The completions that are returned compete for their places until the request ends."""
+        return self.use_beam_search or self.width != self.n
 
     def draw(self, index: int) -> tuple[float, int, float, float, int]:
         """What the draws of sample `index` depend on: temperature, top_k, top_p, min_p, seed."""

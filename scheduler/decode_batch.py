@@ -188,7 +188,7 @@ class DecodeBatch:
     def opening(self, ahead: int = 0) -> list[int]:
         """Rows that need a new block before they can be fed their newest token."""
         num_tokens = self._column["num_tokens"] + ahead
-        return np.flatnonzero(num_tokens % self._config.block_size == self._first).tolist()
+        return (num_tokens % self._config.block_size == self._first).nonzero()[0].tolist()
 
     def place(
         self, opening: list[int], ahead: int = 0, fence: list[int] | None = None
@@ -232,7 +232,7 @@ class DecodeBatch:
         if not self._config.enable_prefix_caching:
             return
         filled = self._column["num_tokens"] % self._config.block_size == 0
-        for row in np.flatnonzero(filled).tolist():
+        for row in filled.nonzero()[0].tolist():
             group = self.groups[row]
             at = row if place.groups is self.groups else place.row_of.get(group)
             if at is not None and group not in self._leaving:
@@ -276,12 +276,13 @@ class DecodeBatch:
         num_tokens = column["num_tokens"]
         special = (token_ids < 0) | (num_tokens + 1 >= column["limit"])
         special |= num_tokens >= column["capacity"]
-        special |= (token_ids[:, None] == self._ends).any(axis=1)
+        for ends in self._ends.T:  # one or two, and an `any` over them takes longer
+            special |= token_ids == ends
         for group in self._leaving:
             special[self.row_of[group]] = True
         if absent is not None:
             special |= absent
-        rows = np.flatnonzero(special).tolist()
+        rows = special.nonzero()[0].tolist()
         totals = column["cumulative_logprobs"] + logprobs
         values = (
             self.seqs,

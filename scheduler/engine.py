@@ -237,6 +237,8 @@ class Engine:
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop: expected none without a tokenizer, got {params.stop!r}")
+        if params.guided is not None:
+            raise ValueError("guided: expected None here, LLM makes a processor of it")
         if params.bad_words:
             params = with_bad_words(params, self._tokenizer)
         if params.seed is None and not params.is_greedy:

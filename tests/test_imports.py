@@ -34,9 +34,14 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import octavo.scheduler", "from octavo import SamplingParams, RequestOutput"]
+    "code",
+    [
+        "import octavo.scheduler",
+        "from octavo import SamplingParams, RequestOutput",
+        "from octavo.runtime.recording import read_recording, RecordingRunner, replay",
+    ],
 )
-def test_scheduler_is_torch_free(code: str) -> None:
+def test_scheduler_and_recordings_are_torch_free(code: str) -> None:
     assert loaded(code, ("torch", "triton", "transformers")) == []
 
 

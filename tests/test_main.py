@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -65,6 +66,38 @@ def test_errors_are_one_clear_line(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_run_is_recorded_replayed_and_timed(tmp_path) -> None:
+    run_file, report = tmp_path / "run.oct", tmp_path / "timings.json"
+    prompts = ["The capital of France is", "1, 2, 3,"]
+    options = ["--max-tokens", "3", "--num-gpu-blocks", "32"]
+    result = CliRunner().invoke(app, ["record", "-o", str(run_file), *options, *prompts])
+    assert result.exit_code == 0, result.output
+    assert prompts[0] in result.stdout
+    assert re.search(rf"3 steps, {run_file.stat().st_size} bytes in ", result.stderr)
+    result = CliRunner().invoke(app, ["replay", str(run_file), "--backend", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "3 steps, 6 tokens on cpu: 0 tokens and 0 log probabilities differ" in result.stdout
+    timing = ["--timing-only", "--backend", "cpu", "--repeats", "1", "--json", str(report)]
+    result = CliRunner().invoke(app, ["replay", str(run_file), *timing])
+    assert result.exit_code == 0, result.output
+    assert "all 30 layers" in result.stdout and "cache write us" in result.stdout
+    assert [timing["num_decodes"] for timing in json.loads(report.read_text())] == [0, 2, 2]
+
+
+def test_recording_errors_are_one_clear_line(tmp_path) -> None:
+    text = tmp_path / "text.oct"
+    text.write_text("not one")
+    commands = [
+        (["replay", str(text)], "expected a recording, got b'not one'"),
+        (["replay", str(tmp_path / "none.oct"), "--timing-only"], "cannot be read: No such file"),
+        (["record", "-o", str(tmp_path / "no" / "run.oct"), "hi"], "record: expected a file in a"),
+    ]
+    for command, message in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and message in result.stderr, result.output
+        assert "Traceback" not in result.output
 
 
 def test_a_huge_top_k_acts_as_off() -> None:

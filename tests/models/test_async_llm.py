@@ -36,8 +36,8 @@ def params(max_tokens: int = 6, **more) -> SamplingParams:
 
 async def last(outputs):
     output = None
-    async for output in outputs:
-        pass
+    async for each in outputs:
+        output = each
     return output
 
 
@@ -115,6 +115,7 @@ def test_64_clients_some_of_which_leave(tiny, ahead):
         try:
             count = 0
             async for output in outputs:
+                assert output.request_id
                 if leaves is not None and count == leaves:
                     happened["left"] += 1
                     return None

@@ -1,0 +1,1 @@
+"""The commands of `octavo` that need a file of their own; `generate` and `record` are in `__main__`."""
