@@ -113,8 +113,8 @@ class CountedCopies(TorchDispatchMode):
 
 
 def host_calls() -> dict[str, float]:
-    """Calls of one decode step, a fixed part and one for each row: from steps of one row and of many, in which no block
-    opens or fills."""
+    """Calls of one decode step, a fixed part and one for each row: from steps of one row and of many, over two blocks' worth of
+    steps."""
     counts = {}
     for rows in (1, ROWS):
         host = HostStep(rows, 1024, 64)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ..runtime.sampling_params import Guided, SamplingParams
 
@@ -33,12 +34,8 @@ class Guides:
 
         Raises ValueError when the library is missing, or cannot follow what is asked for.
         """
-        from msgspec.structs import replace
-
         assert params.guided is not None
-        processor = Guide(
-            self._matcher(params.guided), self._vocab_size, self._tokenizer.eos_token_ids
-        )
+        processor = Guide(self._matcher(params.guided), self._tokenizer.eos_token_ids)
         return replace(
             params, logits_processors=(*params.logits_processors, processor), guided=None
         )
@@ -71,8 +68,8 @@ class Guide:
     """Leaves a row only the tokens that may come next. Knows where a text stands from its tokens alone, so that whatever
     happens to a request, and however many completions it has, the answer is the same; states are kept to be quick."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._start, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._start = matcher
         self._ends = sorted(eos_token_ids)
         self._states: OrderedDict[bytes, Any] = OrderedDict()  # by the output's tokens
 

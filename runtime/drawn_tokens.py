@@ -67,6 +67,41 @@ def sample_places(snapshots: Snapshots) -> dict[int, int]:
     return places
 
 
+def fed_token_ids(drawn: SamplerOutput, samples: np.ndarray) -> np.ndarray:
+    """What is fed after these samples. Where the logits were not finite there is none: 0 stands for it, and what comes of it
+    is dropped."""
+    return np.maximum(drawn.token_ids[samples], 0)
+
+
+def known_by_place(
+    awaited: tuple[np.ndarray, np.ndarray], drawn: SamplerOutput
+) -> dict[int, tuple[int, float]]:
+    """Place among the step's tokens -> (token id, log probability) of what `awaited_draws` found."""
+    places, samples = awaited
+    token_ids, logprobs = fed_token_ids(drawn, samples), drawn.logprobs[samples]
+    values = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+    return dict(zip(places.tolist(), values, strict=True))
+
+
+def completed(
+    metadata: SequenceGroupMetadata, start: int, known: dict[int, tuple[int, float]]
+) -> SequenceGroupMetadata:
+    """A snapshot with the tokens that it awaits; its first one is token `start` of the step."""
+    seq_data = {}
+    for seq_id, data, _ in metadata.rows():
+        if metadata.awaits_draw(data):
+            token_id, logprob = known[start]
+            data = msgspec.structs.replace(
+                data,
+                output_token_ids=np.append(data.output_token_ids, np.int32(token_id)),
+                output_logprobs=np.append(data.output_logprobs, np.float32(logprob)),
+                cumulative_logprob=data.cumulative_logprob + logprob,
+            )
+        seq_data[seq_id] = data
+        start += metadata.token_chunk_size
+    return msgspec.structs.replace(metadata, seq_data=seq_data)
+
+
 def with_drawn(
     snapshots: Snapshots, before: Snapshots, drawn: SamplerOutput
 ) -> list[SequenceGroupMetadata]:
@@ -74,21 +109,8 @@ def with_drawn(
     awaited = awaited_draws(snapshots, before)
     if awaited is None:
         return list(snapshots)
-    token_ids, logprobs = drawn.token_ids[awaited[1]], drawn.logprobs[awaited[1]]
-    known = dict(zip(awaited[0].tolist(), zip(token_ids, logprobs, strict=True), strict=True))
-    completed, start = [], 0
+    known, start, whole = known_by_place(awaited, drawn), 0, []
     for metadata in snapshots:
-        seq_data = {}
-        for seq_id, data, _ in metadata.rows():
-            if start in known:
-                token_id, logprob = known[start]
-                data = msgspec.structs.replace(
-                    data,
-                    output_token_ids=np.append(data.output_token_ids, np.int32(token_id)),
-                    output_logprobs=np.append(data.output_logprobs, np.float32(logprob)),
-                    cumulative_logprob=data.cumulative_logprob + float(logprob),
-                )
-            seq_data[seq_id] = data
-            start += metadata.token_chunk_size
-        completed.append(msgspec.structs.replace(metadata, seq_data=seq_data))
-    return completed
+        whole.append(completed(metadata, start, known))
+        start += metadata.token_chunk_size * len(metadata.seq_data)
+    return whole

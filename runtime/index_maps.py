@@ -61,13 +61,14 @@ def adapter_order(
         requests += [metadata.lora_request] * len(metadata.seq_data)
     if not any(requests):
         return {}
-    for metadata in snapshots if any(r is not None and r not in places for r in requests) else ():
-        if metadata.lora_request is not None and metadata.lora_request not in places:
-            raise MetadataError(
-                metadata.request_id,
-                "lora_request",
-                f"expected an adapter that is loaded, got {metadata.lora_request.lora_name!r}",
-            )
+    missing = next((each for each in requests if each is not None and each not in places), None)
+    if missing is not None:
+        owner = next(metadata for metadata in snapshots if metadata.lora_request == missing)
+        raise MetadataError(
+            owner.request_id,
+            "lora_request",
+            f"expected an adapter that is loaded, got {missing.lora_name!r}",
+        )
     of_row = np.array([-1 if request is None else places[request] for request in requests])
     of_token = np.repeat(of_row, query_lens)
     order = np.argsort(of_token, kind="stable")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
 from .block_mover import BlockMover
 from .decode_graphs import DecodeGraphs
-from .drawn_tokens import awaited_draws, with_drawn
+from .drawn_tokens import awaited_draws, fed_token_ids, with_drawn
 from .kv_pool import KVPool
 from .launch_args import LaunchArgs, LaunchBuffers, build_launch_args
 from .logits_processing import LogitsProcessing
@@ -185,8 +185,7 @@ class ModelRunner:
             return _NO_TOKENS
         if step.awaited is not None and drawn is not None:
             tokens, samples = step.awaited
-            # of a row whose logits were not finite the next token has no meaning
-            token_ids = torch.from_numpy(drawn.token_ids[samples]).clamp(min=0)
+            token_ids = torch.from_numpy(fed_token_ids(drawn, samples))
             args.input_ids[torch.from_numpy(tokens)] = token_ids.to(args.input_ids.device)
         rows = step.rows
         if before is not None and drawn is not None:

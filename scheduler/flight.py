@@ -41,6 +41,12 @@ class Flight:
         self._require()
         return self.steps[-1]
 
+    def cancel(self) -> list[Step]:
+        """Nothing is in flight any more; returns what was, newest first. RuntimeError if there was none."""
+        self._require()
+        steps, self.steps = self.steps[::-1], []
+        return steps
+
     def _require(self) -> None:
         if not self.steps:
             raise RuntimeError("expected a step in flight, there is none: schedule() comes first")

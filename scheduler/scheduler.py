@@ -367,9 +367,7 @@ class Scheduler:
     def rollback(self) -> None:
         """What is in flight will not run, or failed: its groups, and those it was to swap out, lose their blocks and wait to
         compute their tokens again."""
-        steps = self.flight.steps[::-1]
-        self.flight.oldest  # noqa: B018  there is one, or RuntimeError
-        self.flight.steps = []
+        steps = self.flight.cancel()
         self.batch.clear()
         for step in steps:
             self._undo_step(step)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
-from ..drawn_tokens import awaited_draws
-from ..metadata import SamplerOutput, SequenceGroupMetadata
+from ..drawn_tokens import awaited_draws, completed, fed_token_ids, known_by_place
+from ..metadata import SamplerOutput
 from ..snapshots import DecodeRows, Snapshots
 
 
@@ -18,40 +17,17 @@ def resolved(snapshots: Snapshots, before: Snapshots, drawn: SamplerOutput) -> S
     awaited = awaited_draws(snapshots, before)
     if awaited is None:
         return snapshots
-    places, samples = awaited
-    token_ids = np.maximum(drawn.token_ids[samples], 0)
-    logprobs = drawn.logprobs[samples]
+    token_ids, logprobs = fed_token_ids(drawn, awaited[1]), drawn.logprobs[awaited[1]]
     decodes, num_decodes = snapshots.decodes, 0
     if decodes is not None:
         num_decodes = len(decodes)
         if decodes.awaits_draw:
             decodes = _with_newest(decodes, token_ids[:num_decodes], logprobs[:num_decodes])
-    values = zip(places.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True)
-    known = {place: (token_id, logprob) for place, token_id, logprob in values}
-    others, start = [], num_decodes
+    known, others, start = known_by_place(awaited, drawn), [], num_decodes
     for metadata in snapshots.others:
-        others.append(_with_drawn(metadata, start, known))
+        others.append(completed(metadata, start, known))
         start += metadata.token_chunk_size * len(metadata.seq_data)
     return Snapshots(decodes, others)
-
-
-def _with_drawn(
-    metadata: SequenceGroupMetadata, start: int, known: dict[int, tuple[int, float]]
-) -> SequenceGroupMetadata:
-    """A snapshot with the tokens that it awaits; its first one is token `start` of the step."""
-    seq_data = {}
-    for seq_id, data, _ in metadata.rows():
-        if metadata.awaits_draw(data):
-            token_id, logprob = known[start]
-            data = msgspec.structs.replace(
-                data,
-                output_token_ids=np.append(data.output_token_ids, np.int32(token_id)),
-                output_logprobs=np.append(data.output_logprobs, np.float32(logprob)),
-                cumulative_logprob=data.cumulative_logprob + logprob,
-            )
-        seq_data[seq_id] = data
-        start += metadata.token_chunk_size
-    return msgspec.structs.replace(metadata, seq_data=seq_data)
 
 
 def _with_newest(rows: DecodeRows, token_ids: np.ndarray, logprobs: np.ndarray) -> DecodeRows:

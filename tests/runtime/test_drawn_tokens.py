@@ -45,6 +45,13 @@ def test_places_of_tokens_and_samples():
     assert step[0].seq_data[7].output_token_ids.tolist() == [2], "the snapshot itself stays"
 
 
+def test_where_no_token_could_be_drawn_the_snapshots_have_what_is_fed():
+    """Logits that were not finite: the shadow cache must not take the step for one of negative token ids."""
+    drawn = SamplerOutput(np.array([-1, 20, 70]), np.array([np.nan, -0.25, -1.0], np.float32))
+    [step] = with_drawn(Snapshots.of([decode("a", 4, 3, 3)]), BEFORE, drawn)
+    assert step.seq_data[4].output_token_ids.tolist() == [2, 0]
+
+
 def test_nothing_is_awaited_where_all_is_known():
     step = Snapshots.of([decode("a", 4, 2, 3)])
     assert awaited_draws(step, BEFORE) is None and awaited_draws(step, None) is None
