@@ -1,0 +1,108 @@
+"""What was measured on: names and versions, and how fast this machine copies and multiplies, the ceilings of every kernel."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import torch
+
+from .timing import TimedCall, time_in_turns
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Facts that a figure is worth nothing without."""
+
+    device: str  # name of the GPU, or of the processor
+    num_threads: int
+    python: str
+    torch: str
+    triton: str
+    backend: str  # what ran: "triton", "cpu" or "interpret"
+    commit: str  # "" outside of a git checkout; "+" behind it: with changes
+
+
+class Ceilings(msgspec.Struct, frozen=True):
+    """The most that plain torch reaches here, in one run with what is compared with it."""
+
+    copy_bytes_per_s: float  # read and written, of a copy within the device
+    matmul_flops_per_s: float  # of a square matrix product in `dtype`
+    dtype: str
+
+
+def describe_machine(device: torch.device | str) -> Machine:
+    place = torch.device(device)
+    if place.type == "cuda":
+        name, backend = torch.cuda.get_device_name(place), "triton"
+    else:
+        name = _processor()
+        backend = "interpret" if os.environ.get("OCTAVO_BACKEND") == "interpret" else "cpu"
+    return Machine(
+        device=name,
+        num_threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        backend=backend,
+        commit=_commit(),
+    )
+
+
+def measure_ceilings(
+    device: torch.device | str, dtype: torch.dtype, *, seconds: float = 0.5, small: bool = False
+) -> Ceilings:
+    """Time a copy and a matrix product. `small` shrinks both, to rehearse."""
+    on_gpu = torch.device(device).type == "cuda"
+    num_bytes = 1 << (22 if small else 30 if on_gpu else 27)
+    size = 128 if small else 8192 if on_gpu else 1024
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timings = time_in_turns(
+        {
+            "copy": TimedCall(lambda: target.copy_(source)),
+            "matmul": TimedCall(lambda: a @ b),
+        },
+        device,
+        seconds=seconds,
+    )
+    return Ceilings(
+        copy_bytes_per_s=2 * num_bytes / timings["copy"].low_us * 1e6,
+        matmul_flops_per_s=2 * size**3 / timings["matmul"].low_us * 1e6,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parent
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short", "HEAD")
+    return commit + ("+" if commit and git("status", "--porcelain", "-uno") else "")
