@@ -1,4 +1,4 @@
-"""The command line: `octavo generate`, `record` and `replay`, `octavo kernels report` and `octavo kernels calibrate`."""
+"""The command line: `octavo generate`, `record`, `replay`, `bench` and `kernels`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .commands.bench import bench
 from .commands.kernels import kernels
 from .commands.replay import replay
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."
 )
+app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 
 

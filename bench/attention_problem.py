@@ -195,23 +195,28 @@ class AttentionProblem:
 
 
 def make_problem(
-    batch: BatchSpec, shape: AttentionShape, device: torch.device | str = "cpu", seed: int = 0
+    batch: BatchSpec,
+    shape: AttentionShape,
+    device: torch.device | str = "cpu",
+    *,
+    tables: Tensor | None = None,
+    seed: int = 0,
 ) -> AttentionProblem:
-    """A problem of random numbers; its KV blocks lie in random order."""
-    generator = torch.Generator().manual_seed(seed)
+    """A problem of random numbers. `tables` int32 [S, W] are a recorded step's; by default blocks lie in random order."""
     counts = [-(-length // shape.block_size) for length in batch.seq_lens]
-    ids = 1 + torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
-    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True)):
-        tables[row, :count] = ids[end - count : end]
+    if tables is None:
+        tables = _scattered(counts, seed)
+    else:
+        # what is past a sequence's blocks may be anything in a launch; here it is 0
+        tables = tables[:, : max(counts)].cpu().clone()
+        tables[torch.arange(max(counts)) >= torch.tensor(counts)[:, None]] = 0
     starts = torch.tensor([0, *itertools.accumulate(batch.query_lens)], dtype=torch.int32)
     on_device = torch.Generator(device).manual_seed(seed)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=torch.float32, device=device, generator=on_device)
 
-    # one block more than needed: block 0 is never allocated
-    cache_shape = (1 + sum(counts), shape.block_size, shape.num_kv_heads, shape.head_size)
+    cache_shape = (int(tables.max()) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
     keys, values = random(*cache_shape), random(*cache_shape)
     _with_edges(values, batch, tables, shape)
     return AttentionProblem(
@@ -226,17 +231,30 @@ def make_problem(
     )
 
 
+def _scattered(counts: list[int], seed: int) -> Tensor:
+    """Block ids from 1 on in random order, so many for each sequence; block 0 is never allocated."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = 1 + torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True)):
+        tables[row, :count] = ids[end - count : end]
+    return tables
+
+
 def _with_edges(values: Tensor, batch: BatchSpec, tables: Tensor, shape: AttentionShape) -> None:
     """Make the tokens at the edges of what each query sees count: a mean over n values has length 1 / sqrt(n) of theirs, so a
     token of the usual size would be lost in a result's rounding."""
+    factors: dict[tuple[int, int], float] = {}  # by slot: sequences may share blocks
     for seq, (query_len, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        positions = range(length - query_len, length)
-        edges = {0, *positions[:1], *positions[-1:]}
+        positions = length - query_len, length - 1
+        edges = {0, *positions}
         if shape.window is not None:
-            edges |= {max(0, position - shape.window + side) for position in (positions[0], positions[-1]) for side in (0, 1)}  # fmt: skip
+            edges |= {max(0, p - shape.window + side) for p in positions for side in (0, 1)}
         for edge in edges:
-            block = int(tables[seq, edge // shape.block_size])
-            values[block, edge % shape.block_size] *= max(1.0, math.sqrt(length) / 4)
+            slot = int(tables[seq, edge // shape.block_size]), edge % shape.block_size
+            factors[slot] = max(1.0, math.sqrt(length) / 4)
+    for (block, offset), factor in factors.items():
+        values[block, offset] *= factor
 
 
 def _visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:

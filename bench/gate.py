@@ -27,6 +27,9 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import kernels as ops
+from octavo.bench.host_floor import Floor
+from octavo.bench.host_step import HostStep
+from octavo.bench.recording import RecordedHostStep
 from octavo.kernels import block_swap
 from octavo.kernels.report import measure as measure_kernels
 from octavo.kernels.report import select_cases
@@ -35,11 +38,6 @@ from octavo.runtime.block_mover import BlockMover
 from octavo.runtime.kv_pool import KVPool, LayerKV
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.recording import read_recording
-
-sys.path.insert(0, str(Path(__file__).parent))
-from host_floor import Floor
-from host_step import HostStep
-from recording import RecordedHostStep
 
 GATES = Path(__file__).parent / "gates.toml"
 KERNELS = ("decode-d64-whole", "decode-d128-whole", "decode-d128-fp8", "prefill-d128-plain")

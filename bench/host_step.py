@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import sys
-from pathlib import Path
 from time import perf_counter_ns
 from types import SimpleNamespace
 
@@ -34,6 +32,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from octavo.bench.host_floor import BLOCK_SIZE, Floor
+from octavo.bench.peers import nano_vllm
+from octavo.bench.peers.nano_vllm import NanoHostStep
 from octavo.runtime.launch_args import build_launch_args
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.metadata import SamplerOutput
@@ -41,11 +42,6 @@ from octavo.runtime.params import SamplingParams
 from octavo.runtime.sampling_rows import sampling_rows
 from octavo.scheduler import BlockManager, Scheduler, SchedulerConfig, SequenceGroup
 from octavo.scheduler.sequence import Sequence
-
-sys.path.insert(0, str(Path(__file__).parent))
-from host_floor import BLOCK_SIZE, Floor
-from peers import nano_vllm
-from peers.nano_vllm import NanoHostStep
 
 PEER_BLOCK_SIZES = (BLOCK_SIZE, 256)
 PARTS = ("schedule", "launch args", "sampling", "write-back")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from octavo.bench.host_step import BLOCK_SIZE, PARAMS, HostStep
 from octavo.runtime.recording import RecordingHeader, RecordingWriter, read_recording
 from octavo.scheduler import SequenceGroup
-
-sys.path.insert(0, str(Path(__file__).parent))
-from host_step import BLOCK_SIZE, PARAMS, HostStep
 
 
 class RecordedHostStep(HostStep):

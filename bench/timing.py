@@ -27,7 +27,9 @@ class Timing:
     low_us: float
     high_us: float
     num_samples: int
-    graph_us: float | None = None  # replayed as a CUDA graph; None without a GPU, or where it cannot be captured
+    graph_us: float | None = (
+        None  # replayed as a CUDA graph; None without a GPU, or where it cannot be captured
+    )
     host_us: float | None = None  # the host's part of an eager call; None without a GPU
 
 
@@ -52,9 +54,7 @@ def time_in_turns(
     Raises ValueError for a bound that makes no sense.
     """
     if not 1 <= min_samples <= max_samples:
-        raise ValueError(
-            f"min_samples: expected 1 to max_samples {max_samples}, got {min_samples}"
-        )
+        raise ValueError(f"min_samples: expected 1 to max_samples {max_samples}, got {min_samples}")
     if not seconds >= 0:
         raise ValueError(f"seconds: expected at least 0, got {seconds}")
     place = torch.device(device)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 
 from ... import kernels
-from ..attention_problem import AttentionShape, make_problem
+from ..attention_problem import AttentionProblem, AttentionShape, make_problem
 from ..batch_specs import BatchSpec
 from ..timing import TimedCall
 from .case import KernelCase, relative_error
 
 
 def paged_attention(batch: BatchSpec, shape: AttentionShape, device: torch.device) -> KernelCase:
-    problem = make_problem(batch, shape, device)
+    return attention_case(make_problem(batch, shape, device))
+
+
+def attention_case(problem: AttentionProblem) -> KernelCase:
     return KernelCase(
         "paged_attention",
-        str(batch),
-        str(shape),
+        str(problem.batch),
+        str(problem.shape),
         {"octavo": TimedCall(problem.run)},
         problem.verify,
         problem.bytes_moved,
@@ -90,9 +93,7 @@ def merge_attention_states(
         str(batch),
         str(shape),
         {
-            "octavo": TimedCall(
-                lambda: kernels.merge_attention_states(out_a, lse_a, out_b, lse_b)
-            ),
+            "octavo": TimedCall(lambda: kernels.merge_attention_states(out_a, lse_a, out_b, lse_b)),
             "torch": TimedCall(plain),
         },
         lambda got: relative_error(got, exact),

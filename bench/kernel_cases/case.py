@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention_problem import TOLERANCES, WrongResult
+from ..attention_problem import TOLERANCES, AttentionProblem, WrongResult
 from ..timing import TimedCall
 
 Tensor = torch.Tensor
@@ -25,13 +25,14 @@ class KernelCase:
     check: Callable[[Any], float]
     bytes_moved: int  # read and written at the least
     flops: int  # multiplications and additions of the formula; 0 where there are next to none
-    problem: Any = None  # of attention, for its peers and plans
-    spoil: Callable[[], object] | None = None  # undoes what a call left behind, so that each is seen to do it
+    problem: AttentionProblem | None = None  # of attention, for its peers and plans
+    spoil: Callable[[], object] | None = (
+        None  # undoes what a call left behind, so that each is seen to do it
+    )
 
     @torch.inference_mode()
-    def verify(self, name: str) -> float:
-        """Run an implementation once and return its largest error. Raises WrongResult."""
-        timed = self.calls[name]
+    def verify(self, timed: TimedCall) -> float:
+        """Run one of the calls, or a peer's, once and return its largest error. Raises WrongResult."""
         if self.spoil:
             self.spoil()
         if timed.reset:

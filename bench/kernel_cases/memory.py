@@ -81,9 +81,7 @@ def _zero(caches: tuple[Tensor, Tensor]) -> None:
 
 def _at(flat: list[Tensor], slots: Tensor) -> list[Tensor]:
     """What the slots of the caches hold; bytes, because indexing has no kernels for every fp8 dtype."""
-    return [
-        x.view(torch.uint8)[slots].view(x.dtype) if x.itemsize == 1 else x[slots] for x in flat
-    ]
+    return [x.view(torch.uint8)[slots].view(x.dtype) if x.itemsize == 1 else x[slots] for x in flat]
 
 
 def rope_and_cache(batch: BatchSpec, shape: AttentionShape, device: torch.device) -> KernelCase:

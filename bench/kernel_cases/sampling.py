@@ -127,7 +127,7 @@ def sample(batch: BatchSpec, shape: AttentionShape, device: torch.device) -> Ker
     floor = scaled.logsumexp(-1) + torch.log(torch.tensor(1e-9 / (VOCAB_SIZE * rows)))
 
     def check(got: Tensor) -> float:
-        if got.dtype != torch.int64 or got.shape != (rows,) or not 0 <= int(got.min()):
+        if got.dtype != torch.int64 or got.shape != (rows,) or not int(got.min()) >= 0:
             raise WrongResult(f"expected {rows} token ids, got {got}")
         if not bool((scaled.gather(1, got[:, None])[:, 0] > floor).all()):
             raise WrongResult("a token was drawn that is next to impossible")
@@ -139,9 +139,7 @@ def sample(batch: BatchSpec, shape: AttentionShape, device: torch.device) -> Ker
         _label(),
         {
             "octavo": TimedCall(lambda: kernels.sample(logits, temperatures, seeds, steps)),
-            "torch": TimedCall(
-                lambda: torch.multinomial((logits / 0.8).softmax(-1), 1).squeeze(1)
-            ),
+            "torch": TimedCall(lambda: torch.multinomial((logits / 0.8).softmax(-1), 1).squeeze(1)),
         },
         check,
         logits.nbytes,

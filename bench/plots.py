@@ -1,0 +1,197 @@
+"""Pictures of a run: roofline, latency by context, a heat map of plans, growth of the host's cost.
+
+Each function draws one PNG, or returns None where the run has nothing to draw.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .batch_specs import BatchSpec
+from .results import BenchResults, Measurement
+
+# distinct for eyes that do not tell red from green, too
+_COLOURS = ("#0b6e99", "#d1495b", "#edae49", "#3d5a3e", "#7b5ea7", "#5c5c5c", "#e07a5f", "#81b29a")
+_HEAT_AXES = {"rows": ("rows", "tile_kv"), "num_splits": ("num_splits", "tile_kv")}
+
+
+def draw_all(results: BenchResults) -> dict[str, bytes]:
+    """PNG files by name."""
+    drawn = {name: draw(results) for name, draw in PLOTS.items()}
+    return {name: png for name, png in drawn.items() if png is not None}
+
+
+def roofline(results: BenchResults) -> bytes | None:
+    """FLOP/s over FLOP/byte: what each case reached under the roof of this machine's own copy and matrix product."""
+    rows = [row for row in results.measurements if row.flops and row.best_us]
+    if not rows:
+        return None
+    figure, axes = _figure("Roofline", "FLOP per byte moved", "FLOP/s")
+    ceilings = results.ceilings
+    intensity = np.array([row.flops / row.bytes_moved for row in rows])
+    low, high = intensity.min() / 3, max(intensity.max() * 3, 10)
+    ridge = ceilings.matmul_flops_per_s / ceilings.copy_bytes_per_s
+    x = np.geomspace(low, max(high, 2 * ridge), 200)
+    roof = np.minimum(x * ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s)
+    axes.loglog(x, roof, color="#333333", linewidth=1.5)
+    axes.annotate(
+        f"copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, matmul {ceilings.matmul_flops_per_s / 1e12:.2g} TFLOP/s",
+        (x[0], roof[0]),
+        xytext=(6, 14),
+        textcoords="offset points",
+        fontsize=8,
+    )
+    for colour, (name, group) in zip(_cycle(), _by(rows, lambda row: row.implementation), strict=False):  # fmt: skip
+        axes.scatter(
+            [row.flops / row.bytes_moved for row in group],
+            [row.flops_per_s for row in group],
+            label=name,
+            color=colour,
+            s=28,
+            zorder=3,
+        )
+    axes.legend(fontsize=8)
+    return _png(figure)
+
+
+def latency_by_context(results: BenchResults) -> bytes | None:
+    """Time of attention over the sequence length, a line for each implementation and kind of batch."""
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for row in results.measurements:
+        if row.op != "paged_attention" or row.plan is not None or not row.best_us:
+            continue
+        batch = BatchSpec.parse(row.batch)
+        if len({*batch.query_lens}) == len({*batch.seq_lens}) == 1:
+            is_prompt = batch.query_lens == batch.seq_lens
+            kind = f"{batch.num_seqs} x " + (
+                "prompt" if is_prompt else f"{batch.query_lens[0]} new"
+            )
+            lines[f"{kind}, {row.shape}", row.implementation].append((batch.seq_lens[0], row.best_us))  # fmt: skip
+    lines = {key: sorted(points) for key, points in lines.items() if len(points) > 1}
+    if not lines:
+        return None
+    figure, axes = _figure("Paged attention by sequence length", "tokens in a sequence", "microseconds")  # fmt: skip
+    names = list(dict.fromkeys(name for _, name in lines))
+    kinds = list(dict.fromkeys(kind for kind, _ in lines))
+    for (kind, name), points in lines.items():
+        axes.loglog(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=4,
+            color=_COLOURS[names.index(name) % len(_COLOURS)],
+            linestyle=("-", "--", ":", "-.")[kinds.index(kind) % 4],
+            label=f"{name}: {kind}",
+        )
+    axes.legend(fontsize=7)
+    return _png(figure)
+
+
+def plan_heat_map(results: BenchResults) -> bytes | None:
+    """The best time for each tile and split, over all other fields of the plan; the chosen plan's cell is framed."""
+    planned = [row for row in results.measurements if row.plan and row.best_us]
+    cases = _by(planned, lambda row: row.key[:3])
+    cases = [(case, rows) for case, rows in cases if len(rows) > 3]
+    if not cases:
+        return None
+    figure, grid = _figures(len(cases), "Microseconds by plan")
+    for axes, (case, rows) in zip(grid, cases, strict=True):
+        _heat_map(axes, case, rows)
+    return _png(figure)
+
+
+def _heat_map(axes: Any, case: tuple[str, ...], rows: Sequence[Measurement]) -> None:
+    plans = [(_fields(row.plan or ""), row.best_us or 0.0) for row in rows]
+    x_name, y_name = next(axis for field, axis in _HEAT_AXES.items() if field in plans[0][0])
+    best: dict[tuple[int, int], float] = {}
+    for plan, us in plans:
+        cell = plan[x_name], plan[y_name]
+        best[cell] = min(us, best.get(cell, np.inf))
+    columns, lines = (sorted({cell[side] for cell in best}) for side in (0, 1))
+    numbers = np.array([[best.get((x, y), np.nan) for x in columns] for y in lines])
+    axes.imshow(numbers, cmap="viridis_r", aspect="auto", origin="lower")
+    threshold = (np.nanmin(numbers) + np.nanmax(numbers)) / 2
+    for j, i in np.ndindex(numbers.shape):
+        if not np.isnan(numbers[j, i]):
+            dark = numbers[j, i] > threshold  # of viridis reversed
+            axes.text(i, j, f"{numbers[j, i]:.4g}", ha="center", va="center", fontsize=8,
+                      color="white" if dark else "black")  # fmt: skip
+    chosen = _fields(rows[0].chosen_plan or "")
+    if chosen.get(x_name) in columns and chosen.get(y_name) in lines:
+        from matplotlib.patches import Rectangle
+
+        corner = columns.index(chosen[x_name]) - 0.5, lines.index(chosen[y_name]) - 0.5
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#d1495b", linewidth=2.5))
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(lines)), lines)
+    axes.set(xlabel=x_name, ylabel=y_name)
+    axes.set_title(f"{case[1]}\n{case[2]}", fontsize=8)
+
+
+def host_growth(results: BenchResults) -> bytes | None:
+    """The host's part of a decode step over the context, beside bare numpy making the same changes."""
+    groups = _by(results.host_costs, lambda cost: cost.num_seqs)
+    groups = [(count, costs) for count, costs in groups if len(costs) > 1]
+    if not groups:
+        return None
+    figure, axes = _figure("Host cost of a decode step", "tokens of context", "microseconds")
+    for colour, (count, costs) in zip(_cycle(), groups, strict=False):
+        ordered = sorted(costs, key=lambda cost: cost.context_len)
+        context = [cost.context_len for cost in ordered]
+        axes.plot(context, [cost.host_us for cost in ordered], marker="o", color=colour, label=f"{count} sequences")  # fmt: skip
+        axes.plot(context, [cost.floor_us for cost in ordered], linestyle=":", color=colour, label=f"{count}: numpy floor")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    return _png(figure)
+
+
+PLOTS: dict[str, Callable[[BenchResults], bytes | None]] = {
+    "roofline": roofline,
+    "latency_by_context": latency_by_context,
+    "plan_heat_map": plan_heat_map,
+    "host_growth": host_growth,
+}
+
+
+def _fields(plan: str) -> dict[str, int]:
+    return {name: int(value) for name, _, value in (part.partition("=") for part in plan.split(",") if part)}  # fmt: skip
+
+
+def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
+    groups: dict[Any, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.items())
+
+
+def _cycle():
+    while True:
+        yield from _COLOURS
+
+
+def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
+    figure, (axes,) = _figures(1, title)
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _figures(count: int, title: str) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.6 if count == 1 else 3.6 * count), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    return figure, list(np.atleast_1d(figure.subplots(count, 1)))
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

@@ -1,0 +1,100 @@
+"""From cases, peers and plans to measurements: everything is verified, then timed in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from .attention_problem import AttentionProblem, WrongResult
+from .kernel_cases import KernelCase
+from .peers import AttentionPeer, Unsupported
+from .plans import Plan, chosen_plan, plan_label
+from .results import Measurement
+from .timing import TimedCall, time_in_turns
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    implementation: str
+    prepare: Callable[[], TimedCall]
+    plan: str | None = None
+
+
+def measure_case(
+    case: KernelCase,
+    *,
+    peers: Sequence[AttentionPeer] = (),
+    plans: Sequence[Plan] = (),
+    device: torch.device | str = "cpu",
+    seconds: float = 0.5,
+) -> Iterator[Measurement]:
+    """Octavo, then what else there is of this case: plain torch, plans, peers.
+
+    What is missing, unable, wrong or fails is a measurement with a note, and the others go on.
+    """
+    rows: dict[int, Measurement] = {}
+    calls: dict[str, TimedCall] = {}
+    for number, candidate in enumerate(_candidates(case, peers, plans)):
+        row = Measurement(
+            case.op,
+            case.batch,
+            case.shape,
+            candidate.implementation,
+            candidate.plan,
+            _chosen(case) if candidate.implementation == "octavo" else None,
+            case.bytes_moved,
+            case.flops,
+        )
+        try:
+            timed = candidate.prepare()
+            rows[number] = msgspec.structs.replace(row, error=case.verify(timed))
+            calls[str(number)] = timed
+        except Unsupported as reason:
+            rows[number] = msgspec.structs.replace(row, note=str(reason))
+        except WrongResult as reason:
+            note = f"wrong result, not timed: {reason}"
+            rows[number] = msgspec.structs.replace(row, note=note)
+        except Exception as reason:  # of a peer, or of a plan the compiler refuses: the others are still worth having
+            note = f"failed: {type(reason).__name__}: {_first_line(reason)}"
+            rows[number] = msgspec.structs.replace(row, note=note)
+    timings = time_in_turns(calls, device, seconds=seconds)
+    for number, row in rows.items():
+        timing = timings.get(str(number))
+        fields = {} if timing is None else vars(timing)
+        yield msgspec.structs.replace(row, **fields)
+
+
+def _candidates(
+    case: KernelCase, peers: Sequence[AttentionPeer], plans: Sequence[Plan]
+) -> Iterator[_Candidate]:
+    for name, timed in case.calls.items():
+        yield _Candidate(name, lambda timed=timed: timed)
+    if case.problem is not None:
+        for plan in plans:
+            timed = TimedCall(partial(case.problem.run, plan))
+            yield _Candidate("octavo", lambda timed=timed: timed, plan_label(plan))
+        for peer in peers:
+            yield _Candidate(peer.name, partial(_prepared, peer, case.problem))
+
+
+def _prepared(peer: AttentionPeer, problem: AttentionProblem) -> TimedCall:
+    if (reason := peer.unavailable()) is not None:
+        raise Unsupported(reason)
+    with torch.inference_mode():
+        return TimedCall(peer.prepare(problem))
+
+
+def _chosen(case: KernelCase) -> str | None:
+    """The plan of the one kernel that an attention problem takes; a mixed batch takes two."""
+    if case.problem is None or 0 < case.problem.batch.num_decodes < case.problem.batch.num_seqs:
+        return None
+    return plan_label(chosen_plan(case.problem))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""

@@ -1,0 +1,82 @@
+"""Measurements as tables: on the terminal, and as Markdown for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .results import BenchResults, Measurement
+
+COLUMNS = ("implementation", "us", "20-80 %", "graph us", "host us", "GB/s", "TFLOP/s", "of ceiling", "ratio", "error")  # fmt: skip
+
+
+def kernel_tables(results: BenchResults) -> list[Table]:
+    """One table for each case; `ratio` is the time over Octavo's own choice, in the same turns."""
+    tables = []
+    for (op, batch, shape), rows in _by_case(results.measurements):
+        table = Table(title=f"{op}  {batch}  {shape}", title_justify="left", box=SIMPLE_HEAD)
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name == "implementation" else "right")
+        for cells in case_cells(rows, results):
+            table.add_row(*cells)
+        tables.append(table)
+    return tables
+
+
+def markdown(results: BenchResults) -> str:
+    """All cases in one table, for a page."""
+    columns = ("op", "batch", "shape", *COLUMNS)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for case, rows in _by_case(results.measurements):
+        lines += ["| " + " | ".join((*case, *cells)) + " |" for cells in case_cells(rows, results)]
+    return "\n".join(lines) + "\n"
+
+
+def case_cells(rows: Sequence[Measurement], results: BenchResults) -> Iterable[tuple[str, ...]]:
+    """The cells of one case, a row for each implementation; what was not measured says why."""
+    own = next(
+        (row.best_us for row in rows if row.implementation == "octavo" and row.plan is None), None
+    )
+    for row in rows:
+        name = row.implementation + (f" {row.plan}" if row.plan else "")
+        if row.median_us is None:
+            yield (f"{name}: {row.note}", *[""] * (len(COLUMNS) - 1))
+            continue
+        share = row.share_of(results.ceilings)
+        yield (
+            name,
+            _number(row.median_us),
+            f"{_number(row.low_us)}-{_number(row.high_us)}",
+            _number(row.graph_us),
+            _number(row.host_us),
+            _number(None if row.bytes_per_s is None else row.bytes_per_s / 1e9),
+            _number(row.flops_per_s / 1e12 if row.flops and row.flops_per_s else None),
+            "" if share is None else f"{share:.0%}",
+            "" if not own or row.best_us is None else f"{row.best_us / own:.2f}",
+            "exact" if row.error == 0 else f"{row.error:.1e}",
+        )
+
+
+def facts(results: BenchResults) -> str:
+    """What was measured on, in a line or two."""
+    machine, ceilings = results.machine, results.ceilings
+    return (
+        f"{machine.device}, {machine.backend}, {machine.num_threads} threads, torch {machine.torch}, triton {machine.triton}, "
+        f"Python {machine.python}, commit {machine.commit or 'unknown'}\n"
+        f"ceilings: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, {ceilings.dtype} matmul "
+        f"{ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
+    )
+
+
+def _by_case(rows: Sequence[Measurement]):
+    return [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.key[:3])]
+
+
+def _number(value: float | None) -> str:
+    """Three or four digits that matter."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"

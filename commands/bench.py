@@ -1,0 +1,232 @@
+"""`octavo bench`: kernels timed beside peers on batches one writes down or has recorded; runs compared."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ..bench.attention_problem import AttentionShape
+    from ..bench.results import BenchResults
+
+bench = typer.Typer(invoke_without_command=True, help="Time kernels, beside peers.")
+
+_CPU_BATCHES = ("q512", "8q1s256", "8q1s1k", "8q1s4k", "q256s1k_8q1s1k")
+_GPU_BATCHES = ("q2k", "q8k", "8q1s1k", "8q1s8k", "8q1s32k", "64q1s2k", "256q1s1k", "2q512s4k_64q1s2k")  # fmt: skip
+_HOST_CONTEXTS = (128, 1024, 8192)
+
+
+class Dtype(enum.Enum):
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class CacheDtype(enum.Enum):
+    auto = "auto"
+    float8_e4m3fn = "float8_e4m3fn"
+    float8_e5m2 = "float8_e5m2"
+
+
+@bench.callback()
+def run(
+    context: typer.Context,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="An op, or all; may be repeated.", show_default="paged_attention"),
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="8q1s1k: 8 sequences of 1 new token, 1024 tokens long; q2k_8q1s1k: and a prompt of 2048. May be repeated.",
+            show_default="a set for the device",
+        ),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
+    head_size: Annotated[int, typer.Option()] = 128,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: bfloat16 on a GPU, else float32.")
+    ] = Dtype.auto,
+    cache_dtype: Annotated[CacheDtype, typer.Option(help="auto: the dtype.")] = CacheDtype.auto,
+    window: Annotated[int | None, typer.Option(help="Tokens a query may see.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="c of c * tanh(score / c).")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A recorded run (octavo record): its batches, block tables and shapes."),
+    ] = None,
+    traced: Annotated[int, typer.Option(min=1, help="Most kinds of steps from a recording.")] = 8,
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(help="tile_kv=32,num_warps=2: time this plan, too. May be repeated."),
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Time a grid of plans around the chosen one.")
+    ] = False,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sdpa, flex, vllm=CHECKOUT, ...: docs/peers.md. May be repeated.",
+            show_default="sdpa, sdpa+gather",
+        ),
+    ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Time the host's part of a decode step, too.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="For each implementation of a case.")] = 0.5,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file, too.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="A folder for the plots and one HTML page that opens offline."),
+    ] = None,
+) -> None:
+    """Verify kernels against an fp64 computation, then time them, in turns with torch and peers.
+
+    Exit code 0: measured; 1: one of Octavo's own results was wrong; 2: what was asked for cannot be run.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from ..bench.kernel_cases import OPS
+    from ..bench.kernel_run import KernelRun
+    from ..bench.peers import parse_peer
+    from ..models.llm import torch_device
+
+    with _refusing():
+        on_gpu = (place := str(torch_device(device))).startswith("cuda")
+        asked = KernelRun(
+            ops=tuple(OPS) if op == ["all"] else tuple(op or ["paged_attention"]),
+            batches=tuple(batch or (_GPU_BATCHES if on_gpu else _CPU_BATCHES)),
+            shape=_shape(heads, head_size, block_size, dtype, cache_dtype, window, softcap, on_gpu),
+            trace=trace,
+            num_traced=traced,
+            plans=tuple(plan or ()),
+            sweep=sweep,
+            peers=tuple(map(parse_peer, peer or ("sdpa", "sdpa+gather"))),
+            host_contexts=_HOST_CONTEXTS if host else (),
+            device=place,
+            seconds=seconds,
+        )
+        with Console(stderr=True).status("measuring") as status:
+            results = asked.measure(lambda what: status.update(what))
+        _show(results)
+        if as_json is not None:
+            results.write(as_json)
+        if report is not None:
+            _write_report(results, report)
+    if any(row.implementation == "octavo" and row.note and not row.plan for row in results.measurements):  # fmt: skip
+        raise typer.Exit(1)
+
+
+@bench.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="What --json wrote before.")],
+    new: Annotated[Path, typer.Argument(help="And now.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Share by which a time may grow.")] = 0.1,
+) -> None:
+    """Lay two runs side by side. Exit code 1 if something has become slower, or is lost; 2 if a file cannot be used."""
+    from ..bench.compare import changes, changes_table, differences_of_machines
+    from ..bench.results import read_results
+
+    with _refusing():
+        before, after = read_results(old), read_results(new)
+    for note in differences_of_machines(before, after):
+        typer.secho(f"notice: {note}", fg="yellow", err=True)
+    listed = changes(before, after)
+    _wide_console().print(changes_table(listed, tolerance))
+    if any(change.is_slower(tolerance) for change in listed):
+        raise typer.Exit(1)
+
+
+class _refusing:
+    """A ValueError becomes a line and exit code 2."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ValueError):
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+
+
+def _shape(
+    heads: str,
+    head_size: int,
+    block_size: int,
+    dtype: Dtype,
+    cache_dtype: CacheDtype,
+    window: int | None,
+    softcap: float | None,
+    on_gpu: bool,
+) -> AttentionShape:
+    import torch
+
+    from ..bench.attention_problem import AttentionShape
+
+    query, _, kv = heads.partition("/")
+    if not (query.isdecimal() and kv.isdecimal()):
+        raise ValueError(f"heads: expected QUERY/KV as in 32/8, got {heads!r}")
+    name = ("bfloat16" if on_gpu else "float32") if dtype is Dtype.auto else dtype.value
+    return AttentionShape(
+        int(query),
+        int(kv),
+        head_size,
+        block_size,
+        getattr(torch, name),
+        None if cache_dtype is CacheDtype.auto else getattr(torch, cache_dtype.value),
+        window,
+        softcap,
+    )
+
+
+def _wide_console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nothing is folded or cut short in a file
+    return console
+
+
+def _show(results: BenchResults) -> None:
+    from ..bench.tables import facts, kernel_tables
+
+    console = _wide_console()
+    console.print(facts(results))
+    for table in kernel_tables(results):
+        console.print(table)
+    for cost in results.host_costs:
+        console.print(
+            f"host step, {cost.num_seqs} sequences x {cost.context_len} tokens: {cost.host_us:.0f} us, "
+            f"{cost.host_us / cost.floor_us:.2f} x floor"
+        )
+    if results.machine.backend == "interpret":
+        console.print("Times of an interpreter say nothing about those of a GPU.")
+
+
+def _write_report(results: BenchResults, folder: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("report: expected matplotlib: pip install octavo[bench]") from error
+    from ..bench.html_report import html_report
+    from ..bench.plots import draw_all
+    from ..bench.tables import markdown
+
+    pictures = draw_all(results)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, png in pictures.items():
+            (folder / f"{name}.png").write_bytes(png)
+        (folder / "report.html").write_text(html_report(results, pictures))
+        (folder / "report.md").write_text(markdown(results))
+    except OSError as error:
+        raise ValueError(f"report: {folder} cannot be written: {error.strerror}") from error
+    results.write(folder / "results.json")
+    typer.echo(f"{folder / 'report.html'}", err=True)
