@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ class KernelRun:
 
     ops: tuple[str, ...] = ("paged_attention",)
     batches: tuple[str, ...] = ("8q1s1k",)
-    shape: AttentionShape = AttentionShape()
+    shape: AttentionShape = field(default_factory=AttentionShape)
     trace: Path | None = None  # a recording, whose batches and shape are taken instead
     num_traced: int = 8  # classes of steps
     plans: tuple[str, ...] = ()

@@ -45,7 +45,7 @@ def describe_machine(device: torch.device | str) -> Machine:
         device=name,
         num_threads=torch.get_num_threads(),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         triton=_version("triton"),
         backend=backend,
         commit=_commit(),

@@ -18,10 +18,12 @@ def kernel_tables(results: BenchResults) -> list[Table]:
     tables = []
     for (op, batch, shape), rows in _by_case(results.measurements):
         table = Table(title=f"{op}  {batch}  {shape}", title_justify="left", box=SIMPLE_HEAD)
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "implementation" else "right")
-        for cells in case_cells(rows, results):
-            table.add_row(*cells)
+        lines = list(case_cells(rows, results))
+        shown = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in lines)]
+        for i in shown:
+            table.add_column(COLUMNS[i], justify="left" if i == 0 else "right")
+        for cells in lines:
+            table.add_row(*(cells[i] for i in shown))
         tables.append(table)
     return tables
 

@@ -1,9 +1,7 @@
-"""Attention in vectorised torch. The cache is read in three ways, chosen by what they cost:
-- a few decode rows: each gathers its own blocks, about six torch calls a row;
-- many decode rows: one gather and one batched product over the blocks of all rows, one block per (block, KV head) matrix,
-  so that rows of mixed lengths cost no padding; the softmax runs over the blocks of a row (`_attend_blocks`);
-- prefill: the keys of one sequence are gathered once and its queries attend in chunks, by torch's fused attention where
-  that can express the scores.
+"""Attention in vectorised torch, by torch's fused attention where that can express the scores:
+- decode: rows of about one length gather their blocks together and attend as one batch, the query heads of a KV head as its
+  queries; a group is no larger than what stays in the cache of a core (`_attend_rows`);
+- prefill: the keys of one sequence are gathered once and its queries attend in chunks (`_attend_sequence`).
 Scores and sums are fp32. Slots and table entries past a row's length are never read, or masked before they can matter.
 """
 
@@ -28,11 +26,9 @@ from .._checks import (
 
 Tensor = torch.Tensor
 
-# Measured with 9 query and 3 KV heads of size 64 in blocks of 16, two cores: up to this many rows the calls of separate
-# rows cost less than the fixed cost of the joint product (about four short rows).
-_SEPARATE_ROWS = 3
-# Blocks of one joint product: K and V of 512 blocks are 12 MiB in that model, which stay in the last-level cache.
-_JOINT_BLOCKS = 512
+# K and V that are gathered at once. Measured on one core with 9/3 heads of size 64 and 32/8 of 128, 4 to 64 rows of 16 to 1024
+# tokens: half a MiB pays a fifth more for its calls, from 2 to 8 all are alike.
+_GROUP_BYTES = 4 << 20
 # Infinity minus infinity would be NaN. It is 3e38 in base 2, as the Triton kernels have it.
 _LARGEST_SINK = 2e38
 # Queries of one prefill chunk where scores are materialised; keys after the chunk's last query are skipped.
@@ -121,14 +117,11 @@ def paged_attention(
     if num_decodes is None or max_decode_query_len > 1 or tree_mask is not None:
         num_decodes = 0  # by their query_start_loc, like chunks
 
-    for rows in _plan_decodes(lengths[:num_decodes], k_cache.shape[1], batch_invariant):
-        if len(rows) > 1:
-            _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse)
-        else:
-            row = rows[0]
-            _attend_sequence(
-                q, k_cache, v_cache, row, slice(row, row + 1), lengths[row], block_tables[row], rules, out, lse
-            )  # fmt: skip
+    of_block = k_cache[:1].nbytes + v_cache[:1].nbytes
+    most_blocks = 1 if batch_invariant else max(1, _GROUP_BYTES // max(1, of_block))
+    scratch = _Scratch(k_cache), _Scratch(v_cache)
+    for rows in _decode_groups(lengths[:num_decodes], k_cache.shape[1], most_blocks):
+        _attend_rows(q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse, scratch)
     if num_decodes < num_seqs:
         starts = query_start_loc.tolist()
         for seq in range(num_decodes, num_seqs):
@@ -155,21 +148,21 @@ def cascade_attention(
     paged_attention(q, k_cache, v_cache, query_start_loc, seq_lens, tables, *rest)
 
 
-def _plan_decodes(lengths: list[int], block_size: int, separate: bool) -> list[list[int]]:
-    """Groups of rows that attend together: single rows where few, else up to `_JOINT_BLOCKS` blocks a group."""
-    occupied = [row for row, length in enumerate(lengths) if length > 0]
-    groups = [[row] for row, length in enumerate(lengths) if length == 0]
-    if separate or len(occupied) <= _SEPARATE_ROWS:
-        return groups + [[row] for row in occupied]
-    group, num_blocks = [], 0
-    for row in occupied:
-        row_blocks = -(-lengths[row] // block_size)
-        if group and num_blocks + row_blocks > _JOINT_BLOCKS:
-            groups.append(group)
-            group, num_blocks = [], 0
-        group.append(row)
-        num_blocks += row_blocks
-    return [*groups, group]
+def _decode_groups(lengths: list[int], block_size: int, most_blocks: int) -> list[list[int]]:
+    """Rows that attend together, longest first: padded to their longest row at most so many blocks, a quarter of it padding.
+
+    Rows of length 0 are one group of their own. With one block at most each row is alone.
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        num_blocks = -(-lengths[row] // block_size)
+        group = groups[-1] if groups else []
+        width = -(-lengths[group[0]] // block_size) if group else 0
+        if group and 4 * num_blocks >= 3 * width and (len(group) + 1) * width <= most_blocks:
+            group.append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 @functools.cache
@@ -179,8 +172,8 @@ def _values(dtype: torch.dtype) -> Tensor:
     return torch.arange(256).to(torch.uint8).view(stored).float()
 
 
-def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int = 2) -> Tensor:
-    """Blocks `ids` of a cache, in its order of axes; those of a quantised cache as fp32."""
+def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None) -> Tensor:
+    """Blocks `ids` of a cache; those of a quantised cache as fp32."""
     if cache.dtype not in QUANTISED_DTYPES:
         return cache.index_select(0, ids)
     bits = cache.view(torch.uint8).index_select(0, ids)
@@ -189,60 +182,122 @@ def _gathered(cache: Tensor, ids: Tensor, scale: Tensor | None, heads_axis: int 
     if scale is not None:
         # of every slot and head: [blocks, block_size, Hkv, 1]
         scale = (scale.index_select(0, ids) if scale.dim() == 3 else scale.view(-1)).unsqueeze(-1)
-        blocks.transpose(heads_axis, 2).mul_(scale)
+        blocks.mul_(scale)
     return blocks
 
 
-def _attend_blocks(q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse) -> None:
-    """Decode rows together: a product per block, then a softmax over the blocks of each row."""
-    _, block_size, num_kv_heads, head_size_v = v_cache.shape
-    num_q_heads, head_size = q.shape[1:]
-    group = num_q_heads // num_kv_heads
+class _Scratch:
+    """Memory for gathered blocks, kept from group to group: a fresh mapping of it costs as much as the copy."""
+
+    def __init__(self, cache: Tensor) -> None:
+        self._cache = cache
+        self._blocks = cache.new_empty(0, *cache.shape[1:])
+
+    def gathered(self, ids: Tensor, scale: Tensor | None) -> Tensor:
+        """`_gathered`, valid until the next call."""
+        if self._cache.dtype in QUANTISED_DTYPES:
+            return _gathered(self._cache, ids, scale)
+        if len(self._blocks) < len(ids):
+            self._blocks = self._cache.new_empty(len(ids), *self._cache.shape[1:])
+        return torch.index_select(self._cache, 0, ids, out=self._blocks[: len(ids)])
+
+
+def _attend_rows(
+    q, k_cache, v_cache, rows, lengths, block_tables, rules, out, lse, scratch
+) -> None:
+    """Decode rows as one batch, [N, Hkv, G, D] over [N, Hkv, L, D], padded to the longest."""
+    lens = np.array([lengths[row] for row in rows])
     rows = np.array(rows)
-    lens = np.array(lengths)[rows]
-    first, _ = rules.visible(lens - 1, lens, None if rules.ranges is None else rules.ranges[rows])
+    if not lens.any():
+        out[rows] = 0
+        if lse is not None:
+            lse[rows] = -math.inf
+        return
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    firsts, _ = rules.visible(lens - 1, lens, None if rules.ranges is None else rules.ranges[rows])
+    first_blocks, last_blocks = firsts // block_size, (lens - 1) // block_size
+    width = int((last_blocks - first_blocks).max()) + 1
+    # past its last block a row reads that again, which is hidden
+    index = np.minimum(first_blocks[:, None] + np.arange(width), last_blocks[:, None])
+    ids = torch.from_numpy(block_tables.numpy()[rows[:, None], index]).flatten()
+    k, v = (
+        memory.gathered(ids, scale).view(len(rows), width * block_size, num_kv_heads, -1)
+        for memory, scale in zip(scratch, (rules.k_scale, rules.v_scale), strict=True)
+    )
+    positions = first_blocks[:, None] * block_size + np.arange(width * block_size)
+    hidden = None
+    if len(rows) == 1:
+        seen = slice(int(firsts[0] - positions[0, 0]), int(lens[0] - positions[0, 0]))
+        k, v, positions = k[:, seen], v[:, seen], positions[:, seen]
+        places = slice(int(rows[0]), int(rows[0]) + 1)
+    else:
+        places = torch.from_numpy(rows)
+        outside = (positions >= lens[:, None]) | (positions < firsts[:, None])
+        if outside.any():
+            hidden = torch.from_numpy(outside)
+            slots = torch.from_numpy(outside.ravel().nonzero()[0])
+            for x in (k, v):  # neither a score of -inf nor a probability of 0 cancels a NaN
+                x.view(-1, *x.shape[2:]).index_fill_(0, slots, 0)
+    queries = q[places].unflatten(1, (num_kv_heads, -1))
+    bias = _decode_bias(hidden, positions - (lens[:, None] - 1), rules, num_kv_heads)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if _is_fusable(k, v, q, out, rules, lse):
+        bias = None if bias is None else bias.to(q.dtype)
+        result = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=rules.scale)
+    else:
+        result, total = _explicit_rows(queries, k, v, bias, rules)
+        if lse is not None:
+            lse[places] = total.flatten(1)
+    out[places] = result.flatten(1, 2).to(out.dtype)
 
-    # blocks of all rows, one after the other: which row each serves, and the token positions it holds
-    counts = -(-lens // block_size) - first // block_size
-    starts = counts.cumsum() - counts
-    owner = np.repeat(np.arange(len(rows)), counts)
-    index = np.arange(len(owner)) + np.repeat(first // block_size - starts, counts)
-    ids = torch.from_numpy(block_tables.numpy()[rows[owner], index])
-    positions = index[:, None] * block_size + np.arange(block_size)
-    hidden = (positions >= lens[owner, None]) | (positions < first[owner, None])
 
-    # [blocks, Hkv, block_size, D]
-    k = _gathered(k_cache.transpose(1, 2), ids, rules.k_scale, heads_axis=1).float()
-    v = _gathered(v_cache.transpose(1, 2), ids, rules.v_scale, heads_axis=1).float()
-    hidden_blocks, hidden_offsets = (torch.from_numpy(axis) for axis in hidden.nonzero())
-    v[hidden_blocks, :, hidden_offsets] = 0  # a probability of 0 does not cancel a NaN
-    row_of_block = torch.from_numpy(rows)[torch.from_numpy(owner)]
-    queries = q.index_select(0, row_of_block).float().mul_(rules.scale)
-    products = torch.bmm(
-        queries.view(-1, group, head_size), k.view(-1, block_size, head_size).transpose(1, 2)
-    ).view(-1, num_q_heads, block_size)
-    if rules.softcap is not None:
-        products = products.div_(rules.softcap).tanh_().mul_(rules.softcap)
+def _decode_bias(
+    hidden: Tensor | None, distance: np.ndarray, rules: _Rules, num_kv_heads: int
+) -> Tensor | None:
+    """What is added to scores: -inf at keys hidden [N, L], and ALiBi by the distance [N, L] to them; [N, 1 | Hkv, 1 | G, L]."""
+    bias = None
     if rules.alibi_slopes is not None:
-        distance = torch.from_numpy((positions - (lens[owner, None] - 1)).astype(np.float32))
-        products += rules.alibi_slopes[:, None] * distance[:, None]
-    products.transpose(1, 2)[hidden_blocks, hidden_offsets] = -math.inf
+        slopes = rules.alibi_slopes.float().view(1, num_kv_heads, -1, 1)
+        bias = slopes * torch.from_numpy(distance.astype(np.float32))[:, None, None]
+    if hidden is not None:
+        bias = torch.zeros(hidden.shape)[:, None, None] if bias is None else bias
+        bias = bias.masked_fill_(hidden[:, None, None], -math.inf)
+    return bias
 
-    owner = torch.from_numpy(owner)
-    largest = torch.from_numpy(np.maximum.reduceat(products.amax(dim=-1).numpy(), starts))
+
+def _explicit_rows(q, k, v, bias, rules) -> tuple[Tensor, Tensor]:
+    """(out [N, Hkv, G, Dv], lse [N, Hkv, G]), scores in memory: every feature."""
+    q, k, v = q.float() * rules.scale, k.float(), v.float()
+    scores = q.new_empty(*q.shape[:3], k.shape[2])
+    for head in range(k.shape[1]):  # one head of all rows has one stride from row to row: no copy
+        torch.bmm(q[:, head], k[:, head].transpose(1, 2), out=scores[:, head])
+    if rules.softcap is not None:
+        scores = scores.div_(rules.softcap).tanh_().mul_(rules.softcap)
+    if bias is not None:
+        scores += bias
+    largest = scores.amax(dim=-1)
     if rules.sinks is not None:
-        largest = torch.maximum(largest, rules.sinks.float())
-    weights = products.sub_(largest.index_select(0, owner)[:, :, None]).exp_()
-    total = torch.zeros_like(largest).index_add_(0, owner, weights.sum(dim=-1))
+        sinks = rules.sinks.float().view(q.shape[1:3])
+        largest = torch.maximum(largest, sinks)
+    weights = scores.sub_(largest[..., None]).exp_()
+    total = weights.sum(dim=-1)
     if rules.sinks is not None:
-        total += torch.exp(rules.sinks.float() - largest)
-    partial = torch.bmm(weights.view(-1, group, block_size), v.view(-1, block_size, head_size_v))
-    result = torch.zeros(len(rows), num_q_heads, head_size_v)
-    result.index_add_(0, owner, partial.view(-1, num_q_heads, head_size_v)).div_(total[:, :, None])
-    rows = torch.from_numpy(rows)
-    out.index_copy_(0, rows, result.to(out.dtype))
-    if lse is not None:
-        lse.index_copy_(0, rows, largest + total.log())
+        total += torch.exp(sinks - largest)
+    result = v.new_empty(*q.shape[:3], v.shape[3])
+    for head in range(v.shape[1]):
+        torch.bmm(weights[:, head], v[:, head], out=result[:, head])
+    return result.div_(total[..., None]), largest + total.log()
+
+
+def _is_fusable(k, v, q, out, rules, lse) -> bool:
+    """Whether torch's fused attention can express the scores; a tree's mask apart."""
+    return (
+        k.dtype == q.dtype == out.dtype
+        and rules.softcap is None
+        and rules.sinks is None
+        and lse is None
+        and k.shape[-1] == v.shape[-1]
+    )
 
 
 def _attend_sequence(q, k_cache, v_cache, seq, queries, seq_len, table, rules, out, lse) -> None:
@@ -265,15 +320,8 @@ def _attend_sequence(q, k_cache, v_cache, seq, queries, seq_len, table, rules, o
     k = _gathered(k_cache, ids, rules.k_scale).flatten(0, 1)  # from position `origin`
     v = _gathered(v_cache, ids, rules.v_scale).flatten(0, 1)
 
-    fused = (
-        query_len - num_blind > 1
-        and k.dtype == q.dtype == out.dtype
-        and rules.softcap is None
-        and rules.sinks is None
-        and seq >= rules.num_trees
-        and lse is None
-        and k.shape[2] == v.shape[2]
-    )
+    fused = seq >= rules.num_trees and _is_fusable(k, v, q, out, rules, lse)
+    fused = fused and query_len - num_blind > 1
     whole = fused and _is_square(firsts, stops) and rules.alibi_slopes is None
     chunk = query_len if whole else _CHUNK_QUERIES
     attend = _attend_fused if fused else _attend_explicit
