@@ -32,20 +32,27 @@ class KernelRun:
     num_traced: int = 8  # classes of steps
     plans: tuple[str, ...] = ()
     sweep: bool = False
+    most_plans: int | None = None  # of a sweep; None: all of the grid
     peers: tuple[AttentionPeer, ...] = ()
     host_contexts: tuple[int, ...] = ()  # lengths at which the host's part of a step is timed
     device: str = "cpu"
     seconds: float = 0.5  # for each implementation of a case
     small: bool = False  # ceilings by small tensors: to rehearse
 
-    def measure(self, progress: Callable[[str], None] = lambda _: None) -> BenchResults:
-        """Raises ValueError, before anything is timed, for what does not fit together."""
+    def measure(
+        self,
+        progress: Callable[[str], None] = lambda _: None,
+        save: Callable[[BenchResults], None] = lambda _: None,
+    ) -> BenchResults:
+        """`save` gets what there is after every case. Raises ValueError, before anything is timed, for what does not fit
+        together."""
         batches = [BatchSpec.parse(text) for text in self.batches]
         if (self.plans or self.sweep) and not self._runs_triton():
             raise ValueError(
                 "plan: expected a GPU, or OCTAVO_BACKEND=interpret: a plan is for the Triton kernels, got the CPU's"
             )
         ceilings = measure_ceilings(self.device, self.shape.dtype, small=self.small)
+        machine = describe_machine(self.device)
         measurements: list[Measurement] = []
         for case in self._cases(batches):
             progress(f"{case.op} {case.batch}")
@@ -53,11 +60,14 @@ class KernelRun:
             measurements += measure_case(
                 case, peers=self.peers, plans=plans, device=self.device, seconds=self.seconds
             )
+            save(BenchResults(machine, ceilings, list(measurements)))
         host_costs = []
         for context in self.host_contexts:
             progress(f"host step at {context} tokens")
             host_costs.append(measure_host_cost(256, context, steps=60 if self.small else 200))
-        return BenchResults(describe_machine(self.device), ceilings, measurements, host_costs)
+        results = BenchResults(machine, ceilings, measurements, host_costs)
+        save(results)
+        return results
 
     def _runs_triton(self) -> bool:
         return describe_machine(self.device).backend != "cpu"
@@ -79,7 +89,8 @@ class KernelRun:
         if 0 < problem.batch.num_decodes < problem.batch.num_seqs:
             return []  # takes two kernels, each with its own plan
         plans = [parse_plan(text, problem) for text in self.plans]
-        return list(dict.fromkeys([*plans, *(plan_grid(problem) if self.sweep else ())]))
+        grid = plan_grid(problem)[: self.most_plans] if self.sweep else []
+        return list(dict.fromkeys([*plans, *grid]))
 
 
 def measure_host_cost(num_seqs: int, context: int, steps: int = 200) -> HostCost:

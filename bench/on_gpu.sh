@@ -1,32 +1,19 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, in one run of a few minutes: the kernel tests on the compiled kernels, graph replays
-# included, blocks that move in a stream of their own and, with the package's other dependencies, the sizing of pools.
+# What only a GPU can tell, in one run of at most eight minutes, with no network.
 #
-#   bench/on_gpu.sh [folder for the results]          needs python3 with torch, triton, numpy, pytest; pytest-xdist helps
+#   bench/on_gpu.sh [folder for the results] [--dry-run] [--only PART]... [--again]
 #
-# COUNT is the number of random feature combinations; each compiles kernels of its own.
+# Needs python3 with torch, triton, numpy, pytest and the package's other dependencies; a part whose packages are missing says so and
+# is left out. Each part has a time limit and a file of its own: run again, what is done is not repeated. --dry-run rehearses all of it
+# on a CPU with small shapes.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-results=${1:-${OUT:-bench/results}}
-mkdir -p "$results"
 
 # the repository is the package: make it importable under its name without installing anything
 importable=$(mktemp -d)
 trap 'rm -rf "$importable"' EXIT
 ln -s "$PWD" "$importable/octavo"
-export PYTHONPATH="$importable${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$importable${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-python3 - <<'PY' | tee "$results/machine.txt"
-import torch, triton
-assert torch.cuda.is_available(), "no GPU is visible to torch"
-print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-PY
-[ "${PIPESTATUS[0]}" -eq 0 ] || exit 1
-
-workers=$(python3 -c 'import os, xdist; print("-n", min(12, os.cpu_count()))' 2>/dev/null || true)
-pools=$(python3 -c 'import msgspec, rich, transformers, typer; print("tests/runtime tests/models/test_pools.py")' \
-    2>/dev/null || echo tests/runtime/test_block_mover.py)
-# shellcheck disable=SC2086  # several words
-timeout 420 python3 -m pytest -c pyproject.toml --rootdir . -q -m gpu $workers --count "${COUNT:-60}" \
-    --junitxml "$results/gpu_tests.xml" tests/kernels $pools 2>&1 | tail -n 60 | tee "$results/gpu_tests.txt"
-exit "${PIPESTATUS[0]}"
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then results=$1; shift; else results=${OUT:-bench/results/on_gpu}; fi
+"${PYTHON:-python3}" -m octavo.bench.on_gpu "$results" "$@"

@@ -18,10 +18,10 @@ Plan = DecodePlan | PrefillPlan
 
 _DECODE_GRID = {"tile_kv": (16, 32, 64, 128), "num_warps": (1, 2, 4), "num_stages": (2, 3)}
 _PREFILL_GRID = {
-    "rows": (32, 64, 128),
-    "tile_kv": (16, 32, 64, 128),
+    "rows": (64, 128),
+    "tile_kv": (32, 64, 128),
     "num_warps": (4, 8),
-    "num_stages": (1, 2, 3),
+    "num_stages": (2, 3),
 }
 _SPLIT_FACTORS = (0.25, 0.5, 1, 2, 4)
 _MOST_SPLITS = 128

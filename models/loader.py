@@ -45,14 +45,24 @@ def load_model(
         model_class = _architecture(source, config)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
-    with _defaults(_dtype(dtype, config), torch.device(device)):
-        model = model_class(config)
+    model = build_model(model_class, config, _dtype(dtype, config), device)
     _load(model, source)
     if pack:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack()
     return model.eval().requires_grad_(False), config
+
+
+def build_model(
+    model_class: Callable[[Any], nn.Module],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A model whose parameters hold whatever the memory did, in this dtype on this device."""
+    with _defaults(dtype, torch.device(device)):
+        return model_class(config)
 
 
 def _architecture(source: ModelSource, config: Any) -> Callable[[Any], nn.Module]:
@@ -85,7 +95,7 @@ def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def _load(model: nn.Module, source: ModelSource) -> None:
-    targets, tied = _targets(model)
+    targets, tied = parameters_by_name(model)
     missing, unknown = set(targets), []
     for name, tensor in source.weights():
         if name in tied or name.endswith(_DERIVED):
@@ -117,7 +127,7 @@ def _some(names: set[str] | list[str], most: int = 6) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _targets(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
+def parameters_by_name(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
     """Where each parameter of a checkpoint goes, by its name there; and the names that are tied to one of these.
 
     A fused Linear is one parameter here and several, beside it, in the checkpoint: these are views of its rows.
