@@ -57,11 +57,24 @@ class SGLangTriton:
             raise Unsupported("its pool has one stride from token to token, this cache has not")
         if shape.dtype == torch.float32 and problem.q.is_cuda and not torch.version.hip:
             raise Unsupported("float32: its products are computed in TF32")
+        if shape.stored_dtype.itemsize == 1 and _rounds_to_cache_dtype(problem):
+            raise Unsupported(
+                "fp8 cache: probabilities (and queries, of chunks) are rounded to fp8 for its products, "
+                "which errs by 5 to 15 %"
+            )
         if problem.batch.num_decodes == problem.batch.num_seqs:
             return _decode(problem, self._folder)
         if shape.window == 1:
             raise Unsupported("extend_attention takes a window of one token for none")
         return _extend(problem, self._folder)
+
+
+def _rounds_to_cache_dtype(problem: AttentionProblem) -> bool:
+    """Not where there are no products of matrices (one query head to a KV head) or nothing is read from the cache."""
+    shape, batch = problem.shape, problem.batch
+    if batch.num_decodes == batch.num_seqs:
+        return shape.num_q_heads > shape.num_kv_heads
+    return batch.query_lens != batch.seq_lens
 
 
 def _decode(problem: AttentionProblem, folder: Path) -> Callable[[], Tensor]:
@@ -157,7 +170,7 @@ def _num_splits(problem: AttentionProblem, lengths: list[int], folder: Path) -> 
     """int32 [S]; without a GPU, or in a release whose kernel cannot be imported alone, the most, as it does itself."""
     num_seqs, device = problem.batch.num_seqs, problem.q.device
     splits = torch.full((num_seqs,), _MOST_SPLITS, dtype=torch.int32, device=device)
-    if problem.q.is_cuda and first_module(folder, _METADATA) is not None:
+    if _core_count() > 0 and first_module(folder, _METADATA) is not None:
         _module(folder, _METADATA).get_num_kv_splits_triton[(1,)](
             splits,
             torch.tensor(lengths, dtype=torch.int64, device=device),
@@ -173,6 +186,8 @@ def _num_splits(problem: AttentionProblem, lengths: list[int], folder: Path) -> 
 
 
 def _core_count() -> int:
+    if not torch.cuda.is_available():
+        return 0
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 

@@ -30,7 +30,9 @@ _MODULES = (
 )
 _FEWEST_PROGRAMS = 128  # of a launch that does not split
 _SEGMENTS = 16
-_LARGEST_TILE = 128  # key tokens; the kernel reads the table entries of its last tile without a mask
+_LARGEST_TILE = (
+    128  # key tokens; the kernel reads the table entries of its last tile without a mask
+)
 
 
 class VLLMTriton:
