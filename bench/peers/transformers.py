@@ -7,6 +7,7 @@ batching goes on after it).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -134,11 +135,10 @@ def _check(n: int, num_beams: int) -> None:
 
 @contextmanager
 def _only_errors() -> Iterator[None]:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        logger.setLevel(level)

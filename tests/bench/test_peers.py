@@ -305,7 +305,7 @@ def test_sglang_arguments(sglang_folder, shape):
         only_decodes = problem.batch.num_decodes == problem.batch.num_seqs
         reads_cache = problem.batch.query_lens != problem.batch.seq_lens
         if (shape is ONE_TOKEN and not only_decodes) or (shape is FP8 and reads_cache):
-            with pytest.raises(Unsupported, match="window of one|rounded to fp8"):
+            with pytest.raises(Unsupported, match=r"window of one|rounded to fp8"):
                 peer.prepare(problem)
             continue
         problem.verify(peer.prepare(problem)())
@@ -496,6 +496,10 @@ def test_both_ways_to_generate_agree(tiny_model):
     assert expected == alone, "padding changes nothing"
     assert continuous.generate(PROMPTS, 12) == expected
     assert continuous.generate(PROMPTS[:1], 5) == [[expected[0][0][:5]]]
+    assert continuous.generate([*PROMPTS, PROMPTS[0]], 12) == [*expected, expected[0]], (
+        "more blocks"
+    )
+    assert static.generate(PROMPTS, 12) == expected, "the model's attention is as it was"
 
 
 def test_beams(tiny_model):
