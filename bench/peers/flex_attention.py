@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ..attention_problem import AttentionProblem
-from . import Unsupported
 from ._gather import DenseBatch, dense_batches
 
 Tensor = torch.Tensor
@@ -32,9 +31,6 @@ class FlexAttention:
         return None
 
     def prepare(self, problem: AttentionProblem) -> Callable[[], Tensor]:
-        head_size = problem.shape.head_size
-        if self._is_compiled and problem.q.is_cuda and head_size & (head_size - 1):
-            raise Unsupported(f"head size {head_size}: its kernel takes powers of two")
         attend: Callable[..., Any] = flex_attention
         if self._is_compiled:
             # fullgraph: past the limit it raises, where it would silently run uncompiled

@@ -414,11 +414,17 @@ def flashinfer(monkeypatch):
 
 @pytest.mark.parametrize(
     ("window", "softcap", "cache_dtype"),
-    [(None, None, None), (10, None, None), (1, 3.0, None), (None, None, torch.float8_e4m3fn)],
+    [
+        (None, None, None),
+        (1, None, None),
+        (10, None, None),
+        (None, 1.0, None),
+        (None, None, torch.float8_e4m3fn),
+    ],
 )
 def test_flashinfer_arguments(flashinfer, window, softcap, cache_dtype):
     shape = AttentionShape(
-        2, 1, 64, dtype=torch.bfloat16, window=window, softcap=softcap, cache_dtype=cache_dtype
+        2, 1, 64, dtype=torch.float16, window=window, softcap=softcap, cache_dtype=cache_dtype
     )
     for batch in BATCHES:
         problem = problem_of(batch, shape)
