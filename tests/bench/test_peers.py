@@ -129,11 +129,11 @@ def test_sdpa(name, batch, shape):
     problem.verify(parse_peer(name).prepare(problem)())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [WINDOW, SOFTCAP, HEADS, FP8], ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(shape):
     """Uncompiled: the same mask, scores and layout; compiling takes ten seconds a shape."""
-    problem = problem_of("2q1s37_2q1s5_q19s33", shape)
+    problem = problem_of("2q1s37_q1s5_q19s33", shape)
     problem.verify(FlexAttention(is_gather_timed=True, is_compiled=False).prepare(problem)())
 
 
