@@ -18,7 +18,7 @@ import time
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.models.weights import resolve_model
+from octavo.bench.peers.transformers import TransformersStatic, load_model
 
 _TEXT = (
     "The history of printing begins with wooden blocks that carried a whole page. Movable type broke the page into "
@@ -30,34 +30,6 @@ _TEXT = (
 def prompts_of(tokenizer, lengths: list[int]) -> list[list[int]]:
     ids = tokenizer.encode(_TEXT)
     return [ids[3 * i : 3 * i + length] for i, length in enumerate(lengths)]
-
-
-def load_transformers(model: str):
-    from transformers import AutoModelForCausalLM
-
-    source = resolve_model(model)
-    path = source.path
-    if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        ).eval()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@torch.inference_mode()
-def run_transformers(model, prompts: list[list[int]], tokens: int, pad: int):
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=pad,
-    )
-    return out[:, width:].tolist()
 
 
 def run_octavo(llm: LLM, prompts: list[list[int]], tokens: int):
@@ -96,22 +68,22 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = LLM(args.model, enable_prefix_caching=False)
-    reference = load_transformers(args.model)
+    reference = load_model(args.model)
+    transformers = TransformersStatic(reference)
     eos = set(llm.tokenizer.eos_token_ids)
     rows = []
     for count in args.requests:
         lengths = [8 + (53 * i) % 190 for i in range(count)]
         prompts = prompts_of(llm.tokenizer, lengths)
-        pad = next(iter(eos))
         ours = run_octavo(llm, prompts, args.tokens)  # also the warm-up
-        theirs = run_transformers(reference, prompts, args.tokens, pad)
+        theirs = [outputs[0] for outputs in transformers.generate(prompts, args.tokens)]
         ties = verify(reference, prompts, ours, theirs, eos)
         seconds: dict[str, list[float]] = {"octavo": [], "transformers": []}
         for _ in range(args.rounds):
             started = time.perf_counter()
             run_octavo(llm, prompts, args.tokens)
             middle = time.perf_counter()
-            run_transformers(reference, prompts, args.tokens, pad)
+            transformers.generate(prompts, args.tokens)
             seconds["octavo"].append(middle - started)
             seconds["transformers"].append(time.perf_counter() - middle)
         total = count * args.tokens

@@ -57,7 +57,9 @@ def _peer(module: str, name: str, **options: bool) -> Callable[[Path | None], At
 
     def make(path: Path | None) -> AttentionPeer:
         if path is not None:
-            raise ValueError(f"peer: {module} is part of torch and takes no path, got {str(path)!r}")
+            raise ValueError(
+                f"peer: {module} is part of torch and takes no path, got {str(path)!r}"
+            )
         return getattr(import_module(f".{module}", __name__), name)(**options)
 
     return make

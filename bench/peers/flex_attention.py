@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ..attention_problem import AttentionProblem
-from . import Unsupported
 from ._gather import DenseBatch, dense_batches
 
 Tensor = torch.Tensor
@@ -32,9 +31,6 @@ class FlexAttention:
         return None
 
     def prepare(self, problem: AttentionProblem) -> Callable[[], Tensor]:
-        head_size = problem.shape.head_size
-        if self._is_compiled and problem.q.is_cuda and head_size & (head_size - 1):
-            raise Unsupported(f"head size {head_size}: its kernel takes powers of two")
         attend: Callable[..., Any] = flex_attention
         if self._is_compiled:
             # fullgraph: past the limit it raises, where it would silently run uncompiled
@@ -60,22 +56,34 @@ def _inputs(batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _options(batch: DenseBatch) -> dict[str, Any]:
-    shape, contexts = batch.problem.shape, batch.contexts
-    window, softcap = shape.window, shape.softcap
+    shape = batch.problem.shape
+    sizes = (
+        len(batch.num_keys),
+        None,
+        batch.query_len,
+        batch.width,
+    )  # every head has the same mask
+    return {
+        "block_mask": create_block_mask(_visible(batch), *sizes, device=batch.rows.device),
+        "score_mod": None if shape.softcap is None else _capped(shape.softcap),
+        "scale": batch.problem.scale,
+        "enable_gqa": shape.num_q_heads != shape.num_kv_heads,
+    }
+
+
+def _visible(batch: DenseBatch) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    contexts, window = batch.contexts, batch.problem.shape.window
 
     def is_visible(seq: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         last = contexts[seq] + query
         visible = key <= last
         return visible if window is None else visible & (key > last - window)
 
-    def cap(score: Tensor, seq: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+    return is_visible
 
-    return {
-        "block_mask": create_block_mask(
-            is_visible, len(batch.num_keys), None, batch.query_len, batch.width, device=contexts.device
-        ),
-        "score_mod": None if softcap is None else cap,
-        "scale": batch.problem.scale,
-        "enable_gqa": shape.num_q_heads != shape.num_kv_heads,
-    }  # fmt: skip
+
+def _capped(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def cap(score: Tensor, seq: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return cap

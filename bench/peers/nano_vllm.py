@@ -31,7 +31,7 @@ def load(checkout: str | Path) -> types.SimpleNamespace:
         module = types.ModuleType(name)
         module.__dict__.update(dict.fromkeys(missing))
         sys.modules[name] = module
-    runner = importlib.import_module("nanovllm.engine.model_runner")
+    runner: Any = importlib.import_module("nanovllm.engine.model_runner")
     runner.torch = _HostTorch()
     return types.SimpleNamespace(
         Scheduler=importlib.import_module("nanovllm.engine.scheduler").Scheduler,
