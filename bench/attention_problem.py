@@ -219,10 +219,15 @@ def make_problem(
     cache_shape = (int(tables.max()) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
     keys, values = random(*cache_shape), random(*cache_shape)
     _with_edges(values, batch, tables, shape)
+    queries = random(batch.num_tokens, shape.num_q_heads, shape.head_size)
+    if shape.softcap is not None:
+        queries *= (
+            shape.softcap / 8
+        )  # scores of so many deviations: where the cap bends them, and a call without it is seen
     return AttentionProblem(
         batch,
         shape,
-        random(batch.num_tokens, shape.num_q_heads, shape.head_size).to(shape.dtype),
+        queries.to(shape.dtype),
         keys.to(shape.stored_dtype),
         values.to(shape.stored_dtype),
         starts.to(device),

@@ -7,6 +7,7 @@ A part writes `<name>.json` (or, of the tests, a log) and is done when `<name>.d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -98,10 +99,8 @@ def run_part(part: Part, results: Path, dry_run: bool, again: bool) -> str:
 
 def _stop(process: subprocess.Popen) -> None:
     """The part and all its children."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

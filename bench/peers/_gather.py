@@ -40,7 +40,7 @@ class DenseBatch:
     @property
     def is_even(self) -> bool:
         """No sequence is padded."""
-        return len(set(self.num_keys)) == 1
+        return set(self.num_keys) == {self.width}
 
     @property
     def hides_by_window(self) -> bool:
@@ -77,11 +77,13 @@ class DenseBatch:
         out[self.rows] = result.transpose(1, 2)
 
 
-def dense_batches(problem: AttentionProblem) -> list[DenseBatch]:
-    return [_dense_batch(problem, length) for length in sorted(set(problem.batch.query_lens))]
+def dense_batches(problem: AttentionProblem, multiple: int = 1) -> list[DenseBatch]:
+    """`multiple`: of keys, to which all sequences are padded."""
+    lengths = sorted(set(problem.batch.query_lens))
+    return [_dense_batch(problem, length, multiple) for length in lengths]
 
 
-def _dense_batch(problem: AttentionProblem, query_len: int) -> DenseBatch:
+def _dense_batch(problem: AttentionProblem, query_len: int, multiple: int) -> DenseBatch:
     shape, batch, device = problem.shape, problem.batch, problem.q.device
     seqs = [seq for seq, length in enumerate(batch.query_lens) if length == query_len]
     lengths = [batch.seq_lens[seq] for seq in seqs]
@@ -89,7 +91,8 @@ def _dense_batch(problem: AttentionProblem, query_len: int) -> DenseBatch:
     num_keys = tuple(length - first for length, first in zip(lengths, hidden, strict=True))
     ids = torch.tensor(seqs, device=device)
     first, last = torch.tensor(hidden, device=device), torch.tensor(lengths, device=device) - 1
-    positions = first[:, None] + torch.arange(max(num_keys), device=device)
+    width = -(-max(num_keys) // multiple) * multiple
+    positions = first[:, None] + torch.arange(width, device=device)
     positions = positions.minimum(last[:, None])
     blocks = problem.block_tables[ids].long().gather(1, positions // shape.block_size)
     rows = problem.query_start_loc[ids].long()[:, None] + torch.arange(query_len, device=device)

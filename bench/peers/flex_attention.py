@@ -19,6 +19,8 @@ from ._gather import DenseBatch, dense_batches
 
 Tensor = torch.Tensor
 
+# of keys: what torch 2.13 compiles for a CPU is wrong at 24 and 40 keys, right at 32, 48 and 64
+_KEYS_ON_CPU = 64
 _MOST_SHAPES = 1024  # compiled in one process; torch's own limit is 8
 
 
@@ -35,7 +37,7 @@ class FlexAttention:
         if self._is_compiled:
             # fullgraph: past the limit it raises, where it would silently run uncompiled
             attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        batches = dense_batches(problem)
+        batches = dense_batches(problem, 1 if problem.q.is_cuda else _KEYS_ON_CPU)
         options = [_options(batch) for batch in batches]
         inputs = [None if self._is_gather_timed else _inputs(batch) for batch in batches]
         out = torch.empty_like(problem.q)
