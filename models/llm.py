@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -400,7 +401,7 @@ def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     batch = _as_list("prompts", prompts)
-    if batch and all(isinstance(item, int) for item in batch):
+    if batch and all(isinstance(item, Integral) for item in batch):
         return [batch]
     return [
         item if isinstance(item, str) else _as_list(f"prompts[{place}]", item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -41,6 +42,17 @@ def _as_tuple(name: str, value: Any) -> tuple:
         raise ValueError(f"{name}: expected a list, got {value!r}") from None
 
 
+def _is_text(value: Any) -> bool:
+    """UTF-8 can hold it, and so tokens can: half of a surrogate pair alone is no character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _are_ids(values: Any) -> bool:
     return all(is_int(i) and i >= 0 for i in values)
 
@@ -64,9 +76,11 @@ class Guided(msgspec.Struct, frozen=True, kw_only=True):
         names = ("json_schema", "regex", "choice")
         given = [name for name in names if getattr(self, name) not in (None, ())]
         require(len(given) == 1, "guided", "one of json_schema, regex and choice", given)
-        ok = self.regex is None or isinstance(self.regex, str)
-        require(ok, "regex", "a regular expression", self.regex)
-        require(all(isinstance(t, str) and t for t in choice), "choice", "non-empty texts", choice)
+        ok = self.regex is None or _is_text(self.regex)
+        require(ok, "regex", "a regular expression in UTF-8", self.regex)
+        require(
+            all(t and _is_text(t) for t in choice), "choice", "non-empty texts in UTF-8", choice
+        )
         if self.json_schema is not None:
             msgspec.structs.force_setattr(self, "json_schema", _as_json(self.json_schema))
 
@@ -74,10 +88,10 @@ class Guided(msgspec.Struct, frozen=True, kw_only=True):
 def _as_json(schema: Any) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(parsed)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(parsed, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"json_schema: expected a JSON schema, got {schema!r:.80}: {error}"
+            f"json_schema: expected a JSON schema, got {reprlib.repr(schema)}: {error}"
         ) from error
     require(isinstance(parsed, Mapping), "json_schema", "a JSON schema", schema)
     return text
@@ -113,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                   change a row of logits, float32 [vocab], in place or not, in turn. Ids are read-only int32 arrays. One
                   that raises ends its own request. Such a request cannot be serialised
     guided        a JSON schema, a regular expression or a choice of texts that the output follows. Give it max_tokens enough:
-                  a text that is cut short follows nothing. Cannot be serialised, as logits_processors
+                  a text that is cut short follows nothing. Not with ignore_eos. Cannot be serialised, as logits_processors
     logprobs      k: for each output token its log probability and rank under the raw logits, and those of the k most
                   likely tokens at its place; 0 for the token alone, -1 for all of the vocabulary; None for nothing
     prompt_logprobs  the same for the tokens of the prompt, of which the first has none. The request then takes no KV from
@@ -237,8 +251,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_tokens(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            ok = all(isinstance(text, str) and text for text in texts)
-            require(ok, name, "non-empty strings", texts)
+            ok = all(text and _is_text(text) for text in texts)
+            require(ok, name, "non-empty strings in UTF-8", texts)
         require(
             _are_ids(self.stop_token_ids), "stop_token_ids", "token ids >= 0", self.stop_token_ids
         )
@@ -256,6 +270,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         require(all(map(callable, processors)), "logits_processors", "functions", processors)
         ok = self.guided is None or isinstance(self.guided, Guided)
         require(ok, "guided", "None or a Guided", self.guided)
+        require(
+            self.guided is None or self.ignore_eos is False,
+            "ignore_eos",
+            "False with guided, for a text that is complete has to end",
+            self.ignore_eos,
+        )
         flags = (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -325,21 +345,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def needs_output_tokens(self) -> bool:
-        """The choice of a token depends on which tokens came before it, not only through the model: they have to be known to
-        the host by then."""
-        return bool(
-            self.bad_words
-            or self.bad_words_token_ids
-            or self.logits_processors
-            or self.has_penalties
-        )
-
-    @property
     def changes_logits(self) -> bool:
         """Something comes between the model's logits and the temperature."""
         return bool(
-            self.needs_output_tokens
+            self.logits_processors
+            or self.guided is not None
+            or self.has_penalties
+            or self.bad_words
+            or self.bad_words_token_ids
             or self.min_tokens
             or self.logit_bias
             or self.allowed_token_ids is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.models.async_llm import AsyncLLM
+from octavo.scheduler.engine import Request
 from octavo.tests.models.tiny import TinyModel
 
 
@@ -171,8 +173,9 @@ def test_a_bad_request_is_its_own_clients_error(tiny):
             good = asyncio.create_task(last(llm.generate([5, 6], params(9))))
             with pytest.raises(ValueError, match="prompt"):
                 await last(llm.generate([], params()))
-            with pytest.raises(ValueError, match="sampling_params: expected"):
-                await last(llm.generate([5], "greedy"))
+            for bad in ("greedy", [params()]):
+                with pytest.raises(ValueError, match="sampling_params: expected"):
+                    await last(llm.generate([5], bad))
             return await good
 
     assert tokens_of(asyncio.run(run())) == solo(tiny, [5, 6], params(9))
@@ -232,6 +235,88 @@ def test_one_failure_is_got_over(tiny):
             return await last(llm.generate([5, 6], params()))
 
     assert tokens_of(asyncio.run(run())) == solo(tiny, [5, 6], params())
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no text"), MemoryError()], ids=repr)
+def test_an_output_that_cannot_be_made_is_its_own_clients_error(tiny, monkeypatch, failure):
+    output = Request.output
+
+    def made(request):
+        if request.group.seqs[0].prompt_token_ids[-1] == 7:
+            raise failure
+        return output(request)
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            asked = [last(llm.generate([5, i], params(30))) for i in (6, 7)]
+            done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            return done, (await llm.stats()).num_running
+
+    monkeypatch.setattr(Request, "output", made)
+    (good, bad), num_running = asyncio.run(run())
+    assert bad is failure and num_running == 0
+    monkeypatch.undo()
+    assert tokens_of(good) == solo(tiny, [5, 6], params(30))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_nothing_ends_the_engines_thread_but_closing(tiny, kind):
+    """What ends a thread or a task is told to the clients as an error like any other, and others come after them."""
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            runner = llm.llm.engine._runner
+            launch = runner.launch
+
+            def launched(*args, **kwargs):
+                raise kind
+
+            runner.launch = launched
+            asked = [last(llm.generate([5, i], params())) for i in range(3)]
+            done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            runner.launch = launch
+            return done, await asyncio.wait_for(last(llm.generate([5, 6], params())), 30)
+
+    failed, output = asyncio.run(run())
+    assert [str(failure) for failure in failed] == [f"the engine raised {kind.__name__}"] * 3
+    assert tokens_of(output) == solo(tiny, [5, 6], params())
+
+
+def test_closing_ends_though_no_step_succeeds(tiny):
+    async def run():
+        llm = AsyncLLM(TinyLLM(tiny))
+        outputs = llm.generate([5, 6], params(100))
+        await anext(outputs)
+
+        def step():
+            raise OSError("gone")
+
+        llm.llm.engine.step = step
+        await asyncio.wait_for(llm.aclose(), 30)
+        with pytest.raises(OSError, match="gone"):
+            await last(outputs)
+
+    asyncio.run(run())
+
+
+def test_loops_that_are_gone_leave_nothing_behind(tiny):
+    with contextlib.closing(AsyncLLM(TinyLLM(tiny))) as llm:
+        never = llm.generate([5, 6], params())
+        loop = asyncio.new_event_loop()
+        begun = llm.generate([5, 6], params(200))
+        loop.run_until_complete(anext(begun))
+        loop.close()
+
+        async def others():
+            while (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            output = await last(llm.generate([5, 7], params()))
+            return await llm.stats(), output
+
+        stats, output = asyncio.run(asyncio.wait_for(others(), 30))
+        assert stats.num_waiting == stats.num_used_blocks == 0 and not llm._mailboxes
+        assert tokens_of(output) == solo(tiny, [5, 7], params())
+        del never
 
 
 def test_an_llm_takes_no_further_arguments(tiny):
