@@ -69,6 +69,8 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
+        if isinstance(prompt, int):
+            raise ValueError(f"prompt: expected text or a list of token ids, got {prompt!r}")
         mailbox = _Mailbox(asyncio.get_running_loop())
         adding = self._call(lambda: self._add(prompt, params, lora_request, mailbox))
         seen: RequestOutput | None = None

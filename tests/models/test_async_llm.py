@@ -171,8 +171,9 @@ def test_a_bad_request_is_its_own_clients_error(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
             good = asyncio.create_task(last(llm.generate([5, 6], params(9))))
-            with pytest.raises(ValueError, match="prompt"):
-                await last(llm.generate([], params()))
+            for nothing in ([], 5, None, [[5], [6]]):
+                with pytest.raises(ValueError, match="prompt"):
+                    await last(llm.generate(nothing, params()))
             for bad in ("greedy", [params()]):
                 with pytest.raises(ValueError, match="sampling_params: expected"):
                     await last(llm.generate([5], bad))
