@@ -174,6 +174,8 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_blocks_of_rows_change_nothing(monkeypatch):
     asks = mixed_batch(random.Random(4), 30)
+    asks[13] = Ask(SamplingParams(logits_processors=[fails]))
+    asks[22] = Ask(SamplingParams(logits_processors=[only()]))
     logits = logits_of(2, len(asks))
     logits[7] = float("nan")
     together = sample(logits, rows_of(asks))
@@ -181,7 +183,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     apart = sample(logits, rows_of(asks))
     assert together.token_ids.tolist() == apart.token_ids.tolist() and apart.token_ids[7] == -1
     np.testing.assert_array_equal(together.logprobs, apart.logprobs)
-    assert together.errors == apart.errors == {}
+    assert together.errors == apart.errors and list(apart.errors) == [13, 22]
     by_place = [
         {
             int(place): row.tolist()
@@ -433,6 +435,17 @@ def test_logits_that_are_not_finite_are_told_from_those_that_became_so():
     out = sample(logits, rows_of(asks))
     assert out.token_ids.tolist() == [-1, -1, -1]
     assert list(out.errors) == [2] and out.errors[2].startswith("no token is left to choose")
+
+
+def test_the_ids_a_processor_sees_are_not_its_own():
+    def overwrites(output, logits):
+        output[0] = 1
+        return logits
+
+    ask = Ask(SamplingParams(temperature=0, logits_processors=[overwrites]), output=[7, 8])
+    rows = rows_of([ask])
+    assert "read-only" in sample(logits_of(0), rows).errors[0]
+    assert rows.extras[0].output_token_ids.tolist() == [7, 8]
 
 
 def test_the_users_own_interrupt_is_no_processors_fault():
