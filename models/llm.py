@@ -292,6 +292,11 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
+    def abort(self, request_id: str) -> bool:
+        """End a request of a `stream`, which yields its output once more, with reason "abort". False when there is no such
+        request, or it has ended."""
+        return self.engine.abort(request_id)
+
     def close(self) -> None:
         """End the recording, if there is one: the file then says that it is whole. Later steps are not recorded."""
         if self.recording is not None:

@@ -274,6 +274,24 @@ def test_closing_a_stream_aborts_what_is_left(llm):
     assert llm.stats().num_used_blocks == 0
 
 
+def test_a_request_of_a_stream_can_be_aborted(llm):
+    """Its output so far comes once more, as its last; the others go on."""
+    [expected] = llm.generate(
+        ["The capital of France is"], SamplingParams(max_tokens=6, temperature=0)
+    )
+    asked = SamplingParams(max_tokens=6, temperature=0)
+    last, finished = {}, []
+    for place, output in llm.stream(["The capital of France is", "1, 2, 3,"], asked):
+        last[place] = output
+        finished += [place] * output.finished
+        if place == 1 and len(output.outputs[0].token_ids) == 2 and not output.finished:
+            assert llm.abort(output.request_id) and not llm.abort(output.request_id)
+    assert finished == [1, 0] and not llm.abort(last[0].request_id)
+    [aborted] = last[1].outputs
+    assert aborted.finish_reason == "abort" and len(aborted.token_ids) == 2
+    assert last[0].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_end_of_sequence_ends_a_chat(llm):
     [output] = llm.chat(
         [{"role": "user", "content": "Say hi."}], SamplingParams(max_tokens=120, temperature=0)
