@@ -18,6 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.params import SamplingParams
@@ -69,7 +70,7 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
-        if isinstance(prompt, int):
+        if isinstance(prompt, Integral):
             raise ValueError(f"prompt: expected text or a list of token ids, got {prompt!r}")
         mailbox = _Mailbox(asyncio.get_running_loop())
         adding = self._call(lambda: self._add(prompt, params, lora_request, mailbox))

@@ -174,6 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._take_lists()
         self._check_numbers()
+        self._check_counts()
         self._check_tokens()
         if self.use_beam_search:
             self._check_beam_search()
@@ -202,51 +203,53 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             require(is_right(value), name, expected, value)
 
-        def check_range(name: str, low: float, high: float, shown: str) -> None:
-            check(name, f"a number in {shown}", lambda v: _is_number(v) and low <= v <= high)
+        def check_range(name: str, most: float, least: float) -> None:
+            expected = f"a number in [{least}, {most}]"
+            check(name, expected, lambda v: _is_number(v) and least <= v <= most)
 
-        check("n", "an integer >= 1", lambda v: is_int(v) and v >= 1)
         check("temperature", "a number >= 0", lambda v: _is_number(v) and v >= 0)
-        check(
-            "best_of",
-            f"None or an integer >= n = {self.n}",
-            lambda v: v is None or (is_int(v) and v >= self.n),
-        )
-        name = "n" if self.best_of is None else "best_of"
-        require(
-            self.width == 1 or self.temperature > 0 or self.use_beam_search,
-            name,
-            "1 with temperature 0 (greedy samples are all equal)",
-            self.width,
-        )
         check("top_k", "-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
         check("top_p", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
-        check_range("min_p", 0, 1, "[0, 1]")
         check("repetition_penalty", "a number in (0, 2]", lambda v: _is_number(v) and 0 < v <= 2)
-        check_range("frequency_penalty", -2, 2, "[-2, 2]")
-        check_range("presence_penalty", -2, 2, "[-2, 2]")
-        most = _MOST_LENGTH_PENALTY
-        check_range("length_penalty", -most, most, f"[-{most}, {most}]")
+        check_range("min_p", 1, 0)
+        check_range("frequency_penalty", 2, -2)
+        check_range("presence_penalty", 2, -2)
+        check_range("length_penalty", _MOST_LENGTH_PENALTY, -_MOST_LENGTH_PENALTY)
         check(
             "seed",
             "None or a 64-bit integer",
             lambda v: v is None or (is_int(v) and -(2**63) <= v < 2**63),
         )
-        check(
-            "max_tokens", "None or an integer >= 1", lambda v: v is None or (is_int(v) and v >= 1)
+        early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "use_beam_search",
+        ):
+            check(name, "True or False", lambda v: isinstance(v, bool))
+
+    def _check_counts(self) -> None:
+        def check(name: str, least: int, most: float, expected: str, none: bool = True) -> None:
+            value = getattr(self, name)
+            ok = (none and value is None) or (is_int(value) and least <= value <= most)
+            require(ok, name, expected, value)
+
+        check("n", 1, math.inf, "an integer >= 1", none=False)
+        check("best_of", self.n, math.inf, f"None or an integer >= n = {self.n}")
+        require(
+            self.width == 1 or self.temperature > 0 or self.use_beam_search,
+            "n" if self.best_of is None else "best_of",
+            "1 with temperature 0 (greedy samples are all equal)",
+            self.width,
         )
-        most_tokens = math.inf if self.max_tokens is None else self.max_tokens
-        check(
-            "min_tokens",
-            f"an integer in [0, max_tokens = {self.max_tokens}]",
-            lambda v: is_int(v) and 0 <= v <= most_tokens,
-        )
+        check("max_tokens", 1, math.inf, "None or an integer >= 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        expected = f"an integer in [0, max_tokens = {self.max_tokens}]"
+        check("min_tokens", 0, most, expected, none=False)
         for name in ("logprobs", "prompt_logprobs"):
-            check(
-                name,
-                "None, -1 or an integer >= 0",
-                lambda v: v is None or (is_int(v) and v >= ALL_LOGPROBS),
-            )
+            check(name, ALL_LOGPROBS, math.inf, "None, -1 or an integer >= 0")
 
     def _check_tokens(self) -> None:
         for name in ("stop", "bad_words"):
@@ -276,18 +279,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "False with guided, for a text that is complete has to end",
             self.ignore_eos,
         )
-        flags = (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "use_beam_search",
-        )
-        for name in flags:
-            require(
-                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
-            )
-        early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
 
     def _check_beam_search(self) -> None:
         """A beam search takes the most likely tokens of the model itself. Some may be forbidden, none can be made more or
