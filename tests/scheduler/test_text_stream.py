@@ -180,6 +180,8 @@ def fallback_ids(data: bytes) -> list[int]:
         (fallback_ids("世".encode()), fallback_ids(b"\xff"), "\ufffd"),
         (fallback_ids("世".encode()), fallback_ids(b"F\xff"), "F\ufffd"),
         ([A], [A, *fallback_ids(b"\xe4\xb8")], "a\ufffd\ufffd"),
+        ([A], [THE, A], " thea"),
+        ([], [THE, A], "thea"),
     ],
     ids=repr,
 )  # fmt: skip
