@@ -9,11 +9,13 @@ import random
 from collections import Counter
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from octavo import LLM, SamplingParams
 from octavo.models.async_llm import AsyncLLM
 from octavo.scheduler.engine import Request
-from octavo.tests.models.tiny import TinyModel
+from octavo.tests.models.tiny import VOCAB, TinyModel
 
 
 class TinyLLM(LLM):
@@ -64,17 +66,36 @@ def test_outputs_grow_to_what_the_llm_returns(tiny):
     assert lengths == sorted(set(lengths))
 
 
-@pytest.mark.parametrize("asked", [params(9), params(7, temperature=1.0, n=3, seed=5)], ids=["one", "three"])  # fmt: skip
-def test_deltas_add_up(tiny, asked):
-    async def run():
-        async with AsyncLLM(TinyLLM(tiny)) as llm:
-            return [output async for output in llm.generate([5, 6, 7], asked, delta=True)]
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "n": 3, "seed": 5}], ids=["one", "three"])  # fmt: skip
+def test_deltas_add_up(tiny, more):
+    """Token ids, texts and log probabilities."""
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    whole = TinyLLM(tiny)
+    whole.engine._tokenizer = tokenizer
+    [first] = whole.generate([[5, 6, 7]], params(9, logprobs=1, **more))
+    asked = params(9, logprobs=1, stop=[f"w{first.outputs[-1].token_ids[6]}"], **more)
+    [expected] = whole.generate([[5, 6, 7]], asked)
 
-    added: dict[int, list[int]] = {}
-    for output in asyncio.run(run()):
+    async def run():
+        llm = TinyLLM(tiny)
+        llm.engine._tokenizer = tokenizer
+        async with AsyncLLM(llm) as serving:
+            return [output async for output in serving.generate([5, 6, 7], asked, delta=True)]
+
+    added = {index: ("", [], []) for index in range(asked.n)}
+    outputs = asyncio.run(run())
+    for output in outputs:
         for completion in output.outputs:
-            added.setdefault(completion.index, []).extend(completion.token_ids)
-    assert [added[index] for index in sorted(added)] == solo(tiny, [5, 6, 7], asked)
+            text, ids, logprobs = added[completion.index]
+            added[completion.index] = (
+                text + completion.text,
+                ids + completion.token_ids,
+                logprobs + [list(each) for each in completion.logprobs],
+            )
+    assert len(outputs) > 2 and expected.outputs[-1].finish_reason == "stop"
+    for completion in expected.outputs:
+        ids = [list(each) for each in completion.logprobs]
+        assert added[completion.index] == (completion.text, completion.token_ids, ids)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +204,15 @@ def test_a_bad_request_is_its_own_clients_error(tiny):
 
 
 def test_closing_ends_what_is_unfinished(tiny):
+    closed: list[bool] = []
+
     async def run():
         llm = AsyncLLM(TinyLLM(tiny))
         tasks = [asyncio.create_task(last(llm.generate([5, i], params(200)))) for i in range(5)]
         await asyncio.sleep(0.05)
+        llm.llm.close = lambda: closed.append(llm._thread.is_alive())
         await llm.aclose()
+        assert closed == [False], "after the last step"
         await llm.aclose()
         outputs = await asyncio.gather(*tasks)
         with pytest.raises(RuntimeError, match="closed"):
@@ -221,15 +246,15 @@ def test_a_model_that_fails_is_told_to_all_and_to_nobody_after(tiny):
     assert tokens_of(output) == solo(tiny, [5, 6], params())
 
 
-def test_one_failure_is_got_over(tiny):
+def test_failures_apart_are_got_over(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
             runner, count = llm.llm.engine._runner, itertools.count()
             launch = runner.launch
 
             def launched(*args, **kwargs):
-                if next(count) == 2:
-                    raise OSError("just this once")
+                if next(count) in (2, 5):
+                    raise OSError("just now and then")
                 return launch(*args, **kwargs)
 
             runner.launch = launched
