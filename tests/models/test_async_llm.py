@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -173,6 +174,66 @@ def test_64_clients_some_of_which_leave(tiny, ahead):
     assert llm.llm.engine.scheduler.blocks.num_used_blocks == 0
 
 
+def ends_of(llm: AsyncLLM) -> list[str]:
+    """How the requests of `llm` end, as they do."""
+    step, ends = llm.llm.engine.step, []
+
+    def watched():
+        changed = step()
+        ends.extend(r.output().outputs[0].finish_reason for r in changed if r.finished)
+        return changed
+
+    llm.llm.engine.step = watched
+    return ends
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "loop"])
+def test_leaving_aborts(tiny, way):
+    async def leave(llm):
+        outputs = llm.generate([5, 6], params(240))
+        if way == "cancel":
+            reader = asyncio.create_task(last(outputs))
+            while not (await llm.stats()).num_running:
+                await asyncio.sleep(0)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            return
+        async for _ in outputs:
+            break
+        if way == "aclose":
+            await outputs.aclose()
+
+    with contextlib.closing(AsyncLLM(TinyLLM(tiny))) as llm:
+        ends = ends_of(llm)
+        if way == "loop":
+            outputs, loop = llm.generate([5, 6], params(240)), asyncio.new_event_loop()
+            loop.run_until_complete(anext(outputs))
+            loop.close()
+        else:
+            asyncio.run(leave(llm))
+        for _ in range(1000):
+            if ends:
+                break
+            time.sleep(0.01)
+    assert ends == ["abort"]
+
+
+def test_outputs_that_nobody_takes_are_not_made(tiny, monkeypatch):
+    made, output = [], Request.output
+    monkeypatch.setattr(Request, "output", lambda self: made.append(1) or output(self))
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            outputs = llm.generate([5, 6], params(60))
+            await anext(outputs)
+            while (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            return (await last(outputs)).outputs[0].token_ids
+
+    assert len(asyncio.run(run())) == 60 and len(made) <= 3
+
+
 def test_a_slow_reader_gets_fewer_outputs_and_holds_up_nobody(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
@@ -274,13 +335,21 @@ def test_an_output_that_cannot_be_made_is_its_own_clients_error(tiny, monkeypatc
 
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
+            ended, step = [], llm.llm.engine.step
+
+            def watched():
+                changed = step()
+                ended.extend(r.group.seqs[0].num_output_tokens for r in changed if r.finished)
+                return changed
+
+            llm.llm.engine.step = watched
             asked = [last(llm.generate([5, i], params(30))) for i in (6, 7)]
             done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
-            return done, (await llm.stats()).num_running
+            return done, ended
 
     monkeypatch.setattr(Request, "output", made)
-    (good, bad), num_running = asyncio.run(run())
-    assert bad is failure and num_running == 0
+    (good, bad), ended = asyncio.run(run())
+    assert bad is failure and ended[0] < 9 and ended[1:] == [30]
     monkeypatch.undo()
     assert tokens_of(good) == solo(tiny, [5, 6], params(30))
 

@@ -274,6 +274,26 @@ def test_closing_a_stream_aborts_what_is_left(llm):
     assert llm.stats().num_used_blocks == 0
 
 
+def test_a_closed_stream_leaves_nothing_behind_in_the_calls_of_others(llm):
+    stream = llm.stream(["One", "Two"], SamplingParams(max_tokens=30, temperature=0))
+    next(stream)
+    llm.generate(["Three"], SamplingParams(max_tokens=3, temperature=0))
+    assert llm._changed
+    stream.close()
+    assert not llm._changed and not llm.engine.has_unfinished()
+
+
+def test_a_stop_token_is_no_part_of_the_text(llm):
+    """Whatever token it is, unless special tokens are shown."""
+    prompt, asked = "The capital of France is", {"max_tokens": 6, "temperature": 0}
+    ids = llm.generate(prompt, SamplingParams(**asked))[0].outputs[0].token_ids
+    for skip, shown in ((True, 1), (False, 2)):
+        params = SamplingParams(stop_token_ids=[ids[1]], skip_special_tokens=skip, **asked)
+        [completion] = llm.generate(prompt, params)[0].outputs
+        assert completion.token_ids == ids[:2] and completion.stop_reason == ids[1]
+        assert completion.text == llm.tokenizer.decode(ids[:shown])
+
+
 def test_a_request_of_a_stream_can_be_aborted(llm):
     """Its output so far comes once more, as its last; the others go on."""
     [expected] = llm.generate(
