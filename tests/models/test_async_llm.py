@@ -211,7 +211,13 @@ def test_leaving_aborts(tiny, way):
             loop.run_until_complete(anext(outputs))
             loop.close()
         else:
-            asyncio.run(leave(llm))
+
+            async def leave_and_stay() -> None:  # a loop that goes away would do the same
+                await leave(llm)
+                while not ends:
+                    await asyncio.sleep(0.01)
+
+            asyncio.run(asyncio.wait_for(leave_and_stay(), 30))
         for _ in range(1000):
             if ends:
                 break
