@@ -91,11 +91,11 @@ def test_deltas_add_up(tiny, more):
             added[completion.index] = (
                 text + completion.text,
                 ids + completion.token_ids,
-                logprobs + [list(each) for each in completion.logprobs],
+                logprobs + [list(each) for each in completion.logprobs or ()],
             )
     assert len(outputs) > 2 and expected.outputs[-1].finish_reason == "stop"
     for completion in expected.outputs:
-        ids = [list(each) for each in completion.logprobs]
+        ids = [list(each) for each in completion.logprobs or ()]
         assert added[completion.index] == (completion.text, completion.token_ids, ids)
 
 
