@@ -9,9 +9,12 @@ from .result import SimulationResult
 
 
 def plot_simulation(results: Mapping[str, SimulationResult], path: str | Path) -> None:
-    """Write an image in the format that the path's ending names. ValueError if that cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Write an image in the format that the path's ending names. ValueError if that cannot be done."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"plot: expected matplotlib to be installed: {error}") from error
 
     figure = Figure(figsize=(4.5 * len(results), 5), layout="constrained")
     FigureCanvasAgg(figure)

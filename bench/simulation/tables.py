@@ -41,7 +41,13 @@ def step_table(results: Mapping[str, SimulationResult]) -> Table:
 
 
 def _table(title: str, results: Mapping[str, SimulationResult]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        min_width=len(title),  # the title is not folded
+    )
     table.add_column("")
     for name in results:
         table.add_column(name.replace(",", ",\n"), justify="right")
