@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from ..bench.simulation import SimulationResult
+    from ..bench.simulation import SimulationResult, Workload
 
 
 def simulate(
@@ -102,7 +102,7 @@ def simulate(
 
 
 def _run(
-    workload,
+    workload: Workload,
     policies: list[str],
     model: str,
     device: str,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from typing import Any
 
 from ...runtime.sampling_params import is_int, require
 from ...scheduler import SchedulerConfig
 
-POLICIES: dict[str, dict[str, object]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "priority": {"policy": "priority"},
     "reserve": {"admission": "reserve"},
@@ -29,7 +30,7 @@ def make_configs(
     pool_tokens: int,
     host_tokens: int = 0,
     max_model_len: int,
-    base: Mapping[str, object] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, SchedulerConfig]:
     """A config for each name: one of POLICIES, or fields of `SchedulerConfig` as `name=value,name=value`, or both together.
 
@@ -46,12 +47,10 @@ def make_configs(
     configs = {}
     for policy in names:
         values = {**(base or {}), **fields_of(policy)}
-        size = values.get("block_size", 16)
-        require(isinstance(size, int) and size >= 1, "block_size", "an integer >= 1", size)
-        assert isinstance(size, int)
+        size = values.get("block_size", SchedulerConfig.block_size)
+        require(is_int(size) and size >= 1, "block_size", "an integer >= 1", size)
         if values.get("enable_chunked_prefill") is False:  # a prompt has to fit into a step
-            budget = values.get("max_num_batched_tokens", 2048)
-            assert isinstance(budget, int)
+            budget = values.get("max_num_batched_tokens", SchedulerConfig.max_num_batched_tokens)
             values["max_num_batched_tokens"] = max(budget, max_model_len)
         values |= {
             "num_gpu_blocks": pool_tokens // size,
@@ -62,9 +61,9 @@ def make_configs(
     return configs
 
 
-def fields_of(policy: str) -> dict[str, object]:
+def fields_of(policy: str) -> dict[str, Any]:
     """The fields that a policy sets."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for part in policy.split(","):
         name, equals, text = part.partition("=")
         if not equals:
@@ -81,7 +80,7 @@ def fields_of(policy: str) -> dict[str, object]:
     return values
 
 
-def _parsed(name: str, text: str) -> object:
+def _parsed(name: str, text: str) -> Any:
     kind = _TYPES[name]
     if "None" in kind and text == "None":
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,6 +48,11 @@ class RequestTimes:
     finish_reasons: list[str] = field(default_factory=list)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Of all its completions."""
+        return sum(self.output_lens)
+
+    @property
     def queue_time(self) -> float | None:
         return None if self.first_scheduled is None else self.first_scheduled - self.arrival
 
@@ -64,6 +70,23 @@ class RequestTimes:
     @property
     def latency(self) -> float | None:
         return None if self.finished is None else self.finished - self.arrival
+
+
+def distributions(requests: list[RequestTimes]) -> dict[str, Any]:
+    """Those fields of `SimulationResult` that are distributions over requests."""
+    priorities = sorted({times.priority for times in requests})
+    return {
+        "ttft": Distribution.of(times.time_to_first_token for times in requests),
+        "tpot": Distribution.of(times.time_per_output_token for times in requests),
+        "queue": Distribution.of(times.queue_time for times in requests),
+        "latency": Distribution.of(times.latency for times in requests),
+        "ttft_by_priority": {
+            priority: Distribution.of(
+                times.time_to_first_token for times in requests if times.priority == priority
+            )
+            for priority in priorities
+        },
+    }
 
 
 @dataclass

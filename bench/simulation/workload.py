@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -169,7 +170,7 @@ def _lengths(generator: np.random.Generator, count: int, mean: int, spread: floa
     return np.clip(np.rint(drawn), 1, 8 * mean).astype(int).tolist()
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and math.isfinite(value)
 
