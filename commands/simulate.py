@@ -150,10 +150,9 @@ def _print(results: Mapping[str, SimulationResult]) -> None:
     from ..bench.simulation import comparison_table, step_table
 
     console = Console(highlight=False)
-    for table in (comparison_table(results), step_table(results)):
-        if not console.is_terminal:
-            console.width = max(console.width, console.measure(table).maximum)
-        console.print(table)
+    if not console.is_terminal:
+        console.width = 400  # nothing is folded or cut short in a file
+    console.print(comparison_table(results), step_table(results))
 
 
 def _write(

@@ -167,7 +167,7 @@ MODELS = {
         vocab_size=128256,
     ),
     "llama-3-70b-tp8": ModelShape(
-        name="Llama-3-70B on 8 devices",
+        name="Llama-3-70B (tp 8)",
         num_layers=80,
         hidden_size=8192,
         num_heads=64,
