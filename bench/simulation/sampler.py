@@ -37,14 +37,15 @@ def draw(snapshots: Snapshots, vocab_size: int) -> SamplerOutput:
     for metadata in snapshots.others:
         if not metadata.do_sample:
             continue
-        params = metadata.sampling_params
+        params, num_candidates = metadata.sampling_params, metadata.num_candidates
+        branches = params.width > 1 and metadata.num_logits > len(metadata.seq_data)
         for _, data, _ in metadata.rows():
-            samples = params.width if metadata.num_logits > len(metadata.seq_data) else 1
+            samples = params.width if branches else 1
             place = metadata.num_drawn(data)
             for index in range(data.index, data.index + samples):
                 seeds.append(params.draw(index)[4])
                 places.append(place)
-                counts.append(metadata.num_candidates)
+                counts.append(num_candidates)
     all_seeds, all_places = np.array(seeds, np.uint64), np.array(places, np.int64)
     if rows is not None:
         all_seeds = np.concatenate((rows.seed, all_seeds))

@@ -156,7 +156,7 @@ class _Run:
             times = self.times[group]
             if times.first_scheduled is None:
                 times.first_scheduled = self.now
-            if metadata.is_first_sample and times.first_token is None:
+            if times.first_token is None and metadata.is_first_sample:
                 first_tokens.append(times)
         return first_tokens
 
