@@ -320,7 +320,9 @@ def test_tokens_are_the_same_whatever_the_policy(groups):
         )
         outputs.append([[s.output_token_ids.tolist() for s in g.seqs] for g in groups])
     assert all(other == outputs[0] for other in outputs[1:])
-    assert len({tuple(tokens) for request in outputs[0] for tokens in request}) > 70
+    for request, drawn in zip(workload.requests, outputs[0], strict=True):
+        if request.output_len > 3:  # each of several completions goes its own way
+            assert len({tuple(tokens[-2:]) for tokens in drawn}) == request.width
 
 
 def test_same_seed_same_json():
