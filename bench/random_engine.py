@@ -34,6 +34,7 @@ class LlamaShape:
 
 
 LLAMA_3_8B = LlamaShape(4096, 14336, 32, 32, 8, 128_256)
+SMOLLM2_135M = LlamaShape(576, 1536, 30, 9, 3, 49_152)
 SMALL = LlamaShape(64, 128, 2, 4, 2, 512)  # to rehearse
 
 
