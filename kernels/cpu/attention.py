@@ -206,13 +206,13 @@ class _Scratch:
 
     def __init__(self, cache: Tensor) -> None:
         self._cache = cache
-        self._blocks = cache.new_empty(0, *cache.shape[1:])
+        self._blocks: Tensor | None = None
 
     def gathered(self, ids: Tensor, scale: Tensor | None) -> Tensor:
         """`_gathered`, valid until the next call."""
         if self._cache.dtype in QUANTISED_DTYPES:
             return _gathered(self._cache, ids, scale)
-        if len(self._blocks) < len(ids):
+        if self._blocks is None or len(self._blocks) < len(ids):
             self._blocks = self._cache.new_empty(len(ids), *self._cache.shape[1:])
         return torch.index_select(self._cache, 0, ids, out=self._blocks[: len(ids)])
 
