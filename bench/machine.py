@@ -7,6 +7,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -29,8 +30,12 @@ class Machine(msgspec.Struct, frozen=True):
 class Ceilings(msgspec.Struct, frozen=True):
     """The most that plain torch reaches here, in one run with what is compared with it."""
 
-    copy_bytes_per_s: float  # read and written, of a copy within the device
-    matmul_flops_per_s: float  # of a square matrix product in `dtype`
+    copy_bytes_per_s: Annotated[
+        float, msgspec.Meta(gt=0)
+    ]  # read and written, of a copy within the device
+    matmul_flops_per_s: Annotated[
+        float, msgspec.Meta(gt=0)
+    ]  # of a square matrix product in `dtype`
     dtype: str
 
 

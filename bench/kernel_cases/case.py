@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..attention_problem import TOLERANCES, AttentionProblem, WrongResult
-from ..timing import TimedCall
+from ..timing import TimedCall, overwrite
 
 Tensor = torch.Tensor
 _TOLERANCES = {**TOLERANCES, torch.float8_e4m3fn: 0.06, torch.float8_e5m2: 0.12}
@@ -39,7 +39,7 @@ class KernelCase:
         which another's right result still lies.
         """
         self._prepare(timed)
-        _overwrite(timed.call())
+        overwrite(timed.call())
         self._prepare(timed)
         return self.check(timed.call())
 
@@ -48,15 +48,6 @@ class KernelCase:
             self.spoil()
         if timed.reset:
             timed.reset()
-
-
-def _overwrite(result: object) -> None:
-    """With NaN, or -1."""
-    if isinstance(result, Tensor):
-        result.fill_(torch.nan if result.is_floating_point() else -1)
-    elif isinstance(result, (tuple, list)):
-        for part in result:
-            _overwrite(part)
 
 
 def relative_error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -119,7 +119,7 @@ def rope_and_cache(batch: BatchSpec, shape: AttentionShape, device: torch.device
     exact_q, exact_k = (rotated(x, positions, cos_sin) for x in (fresh_q, fresh_k))
 
     def check(_: object) -> float:
-        keys, values = _at(flat, slots)
+        keys, _ = _at(flat, slots)
         _written(flat, slots, [keys, v.to(shape.stored_dtype)])
         return relative_error([q, keys], [exact_q, exact_k])
 

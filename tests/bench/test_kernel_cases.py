@@ -191,7 +191,6 @@ def test_a_cascade_that_loses_a_token_at_the_seam(
     case.verify(case.calls["octavo"])
     problem = case.calls["paged_attention"].call.__self__
     seam = 4095 // 2 // 8 * 8 + edge
-    keys, values = problem.gathered(0)
     kept = torch.arange(4096) != seam
 
     def lossy() -> torch.Tensor:
