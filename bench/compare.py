@@ -57,7 +57,7 @@ def differences_of_machines(old: BenchResults, new: BenchResults) -> list[str]:
 
 def changes_table(listed: list[Change], tolerance: float) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("op", "batch", "shape", "implementation", "old us", "new us", "new / old", ""):
+    for name in ("case", "implementation", "old us", "new us", "new / old", ""):
         is_figure = "us" in name or "/" in name
         table.add_column(name, justify="right" if is_figure else "left", overflow="fold", no_wrap=is_figure or not name)  # fmt: skip
     for change in listed:
@@ -65,9 +65,7 @@ def changes_table(listed: list[Change], tolerance: float) -> Table:
         assert row is not None
         name = row.implementation + (f" {row.plan}" if row.plan else "")
         cells = (
-            row.op,
-            shorter(row.batch),
-            row.shape,
+            f"{row.op} {shorter(row.batch)} {row.shape}",
             name,
             *(
                 "-" if each is None or each.best_us is None else f"{each.best_us:.1f}"

@@ -12,26 +12,49 @@ from rich.text import Text
 from .batch_specs import BatchSpec
 from .results import BenchResults, Measurement
 
+_LEAST_IMPORTANT_FIRST = (
+    "error",
+    "20-80 %",
+    "host us",
+    "of ceiling",
+    "TFLOP/s",
+    "GB/s",
+    "graph us",
+)
+_LEAST_NAME = 16
 _LONGEST_BATCH = 60
 COLUMNS = ("implementation", "us", "20-80 %", "graph us", "host us", "GB/s", "TFLOP/s", "of ceiling", "ratio", "error")  # fmt: skip
 
 
-def kernel_tables(results: BenchResults) -> list[Table]:
-    """One table for each case; `ratio` is the time over Octavo's own choice, in the same turns."""
+def kernel_tables(results: BenchResults, width: int = 200) -> list[Table]:
+    """One table for each case; `ratio` is the time over Octavo's own choice, in the same turns. In a narrow terminal columns are
+    left out, for a figure that is cut short is a wrong one."""
     tables = []
     for (op, batch, shape), rows in _by_case(results.measurements):
         title = Text(f"{op}  {shorter(batch)}  {shape}", style="table.title")
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         lines = list(case_cells(rows, results))
-        shown = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in lines)]
+        shown = _that_fit(lines, width)
         for i in shown:
-            # names fold where they must; a figure is never cut in two
+            # names fold where they must
             table.add_column(COLUMNS[i], justify="left" if i == 0 else "right", overflow="fold", no_wrap=i > 0)  # fmt: skip
         for cells in lines:
             # what an error says is text, not markup
             table.add_row(*(Text(cells[i]) for i in shown))
         tables.append(table)
     return tables
+
+
+def _that_fit(lines: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Numbers of the columns that say something, the least important left out until names have some room."""
+    widths = [max(len(column), *map(len, cells)) for column, cells in zip(COLUMNS, zip(*lines, strict=True), strict=True)]  # fmt: skip
+    shown = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in lines)]
+    widths[0] = min(widths[0], _LEAST_NAME)
+    for column in _LEAST_IMPORTANT_FIRST:
+        if sum(widths[i] + 3 for i in shown) + 2 <= width:
+            break
+        shown = [i for i in shown if COLUMNS[i] != column]
+    return shown
 
 
 def markdown(results: BenchResults) -> str:

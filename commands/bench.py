@@ -250,7 +250,7 @@ def _show(results: BenchResults) -> None:
 
     console = _wide_console()
     console.print(facts(results))
-    for table in kernel_tables(results):
+    for table in kernel_tables(results, console.width):
         console.print(table)
     for cost in results.host_costs:
         console.print(
