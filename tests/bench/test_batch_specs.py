@@ -85,7 +85,7 @@ def test_the_shortest_text_is_written() -> None:
     ],
 )
 def test_what_is_refused_names_it(text: str, named: str) -> None:
-    with pytest.raises(ValueError, match="^batch: expected .*got ") as caught:
+    with pytest.raises(ValueError, match=r"^batch: expected .*got ") as caught:
         BatchSpec.parse(text)
     assert named in str(caught.value)
 

@@ -254,7 +254,7 @@ def test_bytes_of_a_shared_prefix() -> None:
 
 
 def test_unknown_ops_and_batches_without_a_prefix() -> None:
-    with pytest.raises(ValueError, match="op: expected one of paged_attention, .*, got 'softmax'"):
+    with pytest.raises(ValueError, match=r"op: expected one of paged_attention, .*, got 'softmax'"):
         case_of("softmax")
     for text in ("q512", "q1s4k", "8q1s8"):
         with pytest.raises(ValueError, match="batch: expected two sequences or more"):

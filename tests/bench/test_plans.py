@@ -121,9 +121,9 @@ def test_what_is_left_out_of_a_plan_is_as_chosen() -> None:
     ],
 )  # fmt: skip
 def test_plans_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="plan: expected NAME=NUMBER.*got "):
+    with pytest.raises(ValueError, match=r"plan: expected NAME=NUMBER.*got "):
         parse_plan(text, problem_of("2q1s40"))
-    with pytest.raises(ValueError, match="plan: expected NAME=NUMBER.*got "):
+    with pytest.raises(ValueError, match=r"plan: expected NAME=NUMBER.*got "):
         check_plan(text)
 
 
@@ -134,5 +134,5 @@ def test_a_plan_of_one_kernel_is_none_of_the_other() -> None:
         parse_plan("num_splits=2", problem_of("q9"))
     check_plan("rows=64,tile_kv=32")
     check_plan("num_splits=2,tile_kv=32")
-    with pytest.raises(ValueError, match="plan: expected names of .*'num_splits=2,rows=64'"):
+    with pytest.raises(ValueError, match=r"plan: expected names of .*'num_splits=2,rows=64'"):
         check_plan("num_splits=2,rows=64")

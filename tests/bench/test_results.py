@@ -60,7 +60,7 @@ def test_what_is_no_file_is_written_to_and_stays() -> None:
 
 @pytest.mark.parametrize("place", ["nowhere/a.json", "."])
 def test_places_that_cannot_be_written(tmp_path: Path, place: str) -> None:
-    with pytest.raises(ValueError, match="json: .* cannot be written: "):
+    with pytest.raises(ValueError, match=r"json: .* cannot be written: "):
         results().write(tmp_path / place)
 
 
