@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -138,9 +139,9 @@ class AttentionProblem:
         )  # fmt: skip
         return keys.reshape(shape)[:length], values.reshape(shape)[:length]
 
-    def run(self, plan: object | None = None) -> Tensor:
+    def run(self, plan: Any = None) -> Tensor:
         """Octavo's result, [T, Hq, D]."""
-        return paged_attention(
+        out = paged_attention(
             self.q,
             self.k_cache,
             self.v_cache,
@@ -153,8 +154,9 @@ class AttentionProblem:
             window=self.shape.window,
             softcap=self.shape.softcap,
             num_decodes=self.batch.num_decodes,
-            **({} if plan is None else {"plan": plan}),
+            plan=plan,
         )
+        return cast(Tensor, out)  # without return_lse
 
     def expected(self, seq: int, queries: list[int]) -> Tensor:
         """What attention is for some new tokens of a sequence, in fp64: [len(queries), Hq, D].

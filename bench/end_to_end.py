@@ -8,6 +8,8 @@ may part only where transformers' two best logits are closer than 1e-3. Sides al
 shows the median round.
 """
 
+# pyright: reportMissingImports=false
+# It runs as a script, which is in no package: where `octavo` is, the installation knows.
 from __future__ import annotations
 
 import argparse

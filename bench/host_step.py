@@ -18,6 +18,8 @@ Then the block manager beside a plain list of free blocks: giving and taking bac
 and writing to the shared block.
 """
 
+# pyright: reportMissingImports=false
+# It runs as a script, which is in no package: where `octavo` is, the installation knows.
 from __future__ import annotations
 
 import argparse

@@ -145,7 +145,10 @@ def random_llama(
 def _hf_config(shape: LlamaShape, max_model_len: int) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
+    make = cast(
+        Any, LlamaConfig
+    )  # its fields come from a decorator that type checkers do not follow
+    return make(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
