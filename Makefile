@@ -1,4 +1,4 @@
-# make demo | test | lint | gate | clean
+# make demo | test | lint | gate | bench | clean
 #
 # Everything runs in .venv, with the versions in constraints.txt. Where `python3` already has a torch that sees a GPU,
 # that torch and its triton are kept: .venv then sees python3's packages (python3 may itself live in a virtual
@@ -13,7 +13,7 @@ HAS_CUDA_TORCH := import torch, sys; sys.exit(not torch.cuda.is_available())
 INSTALLED_PINS := import importlib.metadata as m; print(*(f"{d.name}=={d.version}" for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")
 SITE_PACKAGES := import site; print(*site.getsitepackages(), sep="\n")
 
-.PHONY: demo test lint gate clean
+.PHONY: demo test lint gate bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/octavo generate --model smollm2-135m --stats \
@@ -31,6 +31,9 @@ lint: $(VENV)/installed-test
 
 gate: $(VENV)/installed-test
 	$(BIN)/python bench/gate.py
+
+bench: $(VENV)/installed-test
+	$(BIN)/pytest bench
 
 clean:
 	rm -rf $(VENV) build dist octavo.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks

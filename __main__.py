@@ -15,6 +15,7 @@ from rich.text import Text
 from .commands.bench import bench
 from .commands.kernels import kernels
 from .commands.replay import replay
+from .commands.simulate import simulate
 
 if TYPE_CHECKING:
     from .models.llm import LLM
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Paged-attention inference on Triton kernels."
 )
+bench.command()(simulate)
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 

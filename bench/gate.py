@@ -7,8 +7,6 @@ A gate trips in both directions: what has become better is written down too, so 
 which are the same on every machine; the one ratio of times has a wider band, and says so.
 """
 
-# pyright: reportMissingImports=false
-# It runs as a script, which is in no package: where `octavo` is, the installation knows.
 from __future__ import annotations
 
 import argparse

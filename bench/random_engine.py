@@ -34,6 +34,7 @@ class LlamaShape:
 
 
 LLAMA_3_8B = LlamaShape(4096, 14336, 32, 32, 8, 128_256)
+SMOLLM2_135M = LlamaShape(576, 1536, 30, 9, 3, 49_152)
 SMALL = LlamaShape(64, 128, 2, 4, 2, 512)  # to rehearse
 
 
@@ -145,9 +146,8 @@ def random_llama(
 def _hf_config(shape: LlamaShape, max_model_len: int) -> Any:
     from transformers import LlamaConfig
 
-    make = cast(
-        Any, LlamaConfig
-    )  # its fields come from a decorator that type checkers do not follow
+    # its fields come from a decorator that type checkers do not follow
+    make = cast(Any, LlamaConfig)
     return make(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

@@ -8,8 +8,6 @@ has ended and another has taken its place, the columns being put together anew. 
 read back and compared snapshot by snapshot.
 """
 
-# pyright: reportMissingImports=false
-# It runs as a script, which is in no package: where `octavo` is, the installation knows.
 from __future__ import annotations
 
 import argparse

@@ -17,8 +17,6 @@ Then what a step with penalties costs after histories of 128 to 8192 tokens whos
 (the i-th most frequent comes up 1/i times as often as the first).
 """
 
-# pyright: reportMissingImports=false
-# It runs as a script, which is in no package: where `octavo` is, the installation knows.
 from __future__ import annotations
 
 import argparse

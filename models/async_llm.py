@@ -18,6 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.params import SamplingParams
@@ -66,17 +67,20 @@ class AsyncLLM:
         The request is aborted when the iteration is left before its end, or the task is cancelled. Raises ValueError for an
         impossible request, before anything runs, RuntimeError after `aclose`, and what the model raised if it fails.
         """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
+        if isinstance(prompt, Integral):
+            raise ValueError(f"prompt: expected text or a list of token ids, got {prompt!r}")
         mailbox = _Mailbox(asyncio.get_running_loop())
-        # completions that compete for their places have no news, only a result
-        is_ranked = getattr(sampling_params, "is_ranked", False)
-        adding = self._call(lambda: self._add(prompt, sampling_params, lora_request, mailbox))
+        adding = self._call(lambda: self._add(prompt, params, lora_request, mailbox))
         seen: RequestOutput | None = None
         try:
             await asyncio.wrap_future(adding)
             while seen is None or not seen.finished:
                 output = await mailbox.take()
-                if delta and is_ranked and not output.finished:
-                    continue
+                if delta and params.is_ranked and not output.finished:
+                    continue  # completions that compete for their places have no news, only a result
                 yield _news(output, seen) if delta else output
                 seen = output
         finally:
@@ -138,27 +142,24 @@ class AsyncLLM:
     # -- in the engine's thread
 
     def _serve(self) -> None:
-        engine, failures = self.llm.engine, 0
-        while self._obey(wait=not engine.has_unfinished()):
-            if not engine.has_unfinished():
-                continue
+        """Whatever is raised, this goes on: clients wait for it."""
+        engine, failures, is_open = self.llm.engine, 0, True
+        while is_open or engine.has_unfinished():
             try:
-                changed = engine.step()
+                if is_open and not self._obey(wait=not engine.has_unfinished()):
+                    is_open = False
+                    for request in self._mailboxes:
+                        engine.abort(request.group.request_id)
+                if engine.has_unfinished():
+                    self._deliver(engine.step())
                 failures = 0
-            except Exception as failure:
+            except BaseException as failure:
                 failures += 1
                 if failures >= _MOST_FAILURES:
                     self._fail(failure)
+                    if not is_open:
+                        return
                     failures = 0
-                continue
-            self._deliver(changed)
-        for request in list(self._mailboxes):
-            engine.abort(request.group.request_id)
-        while engine.has_unfinished():
-            try:
-                self._deliver(engine.step())
-            except Exception as failure:
-                self._fail(failure)
 
     def _obey(self, wait: bool) -> bool:
         """Run the commands there are; waits for one if there is nothing else to do. False when there will be no more."""
@@ -174,11 +175,11 @@ class AsyncLLM:
     def _add(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        params: SamplingParams,
         lora_request: Adapter,
         mailbox: _Mailbox,
     ) -> None:
-        [request] = self.llm.add_requests([prompt], sampling_params, lora_request)
+        [request] = self.llm.add_requests([prompt], params, lora_request)
         mailbox.request = request
         self._mailboxes[request] = mailbox
 
@@ -190,19 +191,26 @@ class AsyncLLM:
     def _deliver(self, changed: list[Request]) -> None:
         for request in changed:
             mailbox = self._mailboxes.get(request)
-            if mailbox is not None:
+            if mailbox is None:
+                continue
+            try:
                 mailbox.offer(request)
-                if mailbox.has_no_reader:
-                    self._abandon(mailbox)
-                elif request.finished:
-                    del self._mailboxes[request]
+            except Exception as failure:  # its output cannot be made: nobody else's business
+                mailbox.fail(failure)
+                self._abandon(mailbox)
+                continue
+            if mailbox.has_no_reader:
+                self._abandon(mailbox)
+            elif request.finished:
+                del self._mailboxes[request]
 
-    def _fail(self, failure: Exception) -> None:
+    def _fail(self, failure: BaseException) -> None:
         """The model does not run: everybody is told, and nobody is left behind."""
-        for request, mailbox in self._mailboxes.items():
-            self.llm.engine.abort(request.group.request_id)
+        told, self._mailboxes = self._mailboxes, {}
+        for mailbox in told.values():
             mailbox.fail(failure)
-        self._mailboxes.clear()
+        for request in told:
+            self.llm.engine.abort(request.group.request_id)
 
 
 class _Mailbox:
@@ -223,7 +231,10 @@ class _Mailbox:
         if is_free or request.finished:
             self._put(request.output())
 
-    def fail(self, failure: Exception) -> None:
+    def fail(self, failure: BaseException) -> None:
+        if not isinstance(failure, Exception):  # what ends a thread is not meant for the reader's
+            cause, failure = failure, RuntimeError(f"the engine raised {type(failure).__name__}")
+            failure.__cause__ = cause
         self._put(failure)
 
     def _put(self, output: RequestOutput | Exception) -> None:

@@ -77,10 +77,11 @@ class Guide:
         state = self._state(output_token_ids)
         if state.is_stopped():
             forbidden = np.ones(len(logits), bool)
-            forbidden[self._ends] = False
         else:
             bits = np.frombuffer(state.compute_bitmask(), np.uint8)
             forbidden = np.unpackbits(bits, bitorder="little")[: len(logits)] == 0
+        # also where their own names are what the text is to be
+        forbidden[self._ends] = not state.is_accepting()
         logits[torch.from_numpy(forbidden).to(logits.device)] = -torch.inf
         return logits
 
@@ -93,7 +94,8 @@ class Guide:
             state = (self._start if before is None else before).deep_copy()
             news = output if before is None else output[-1:]
             if len(news) and not state.consume_tokens(news.tolist()):
-                raise ValueError(f"the output does not follow the grammar: {state.get_error()}")
+                fault = str(state.get_error()).partition("\n")[0]  # its own state follows
+                raise ValueError(f"the output does not follow the grammar: {fault}")
             self._states[key] = state
             if len(self._states) > _MOST_STATES:
                 self._states.popitem(last=False)

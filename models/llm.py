@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -291,6 +292,11 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(cast("Messages", c)) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
+    def abort(self, request_id: str) -> bool:
+        """End a request of a `stream`, which yields its output once more, with reason "abort". False when there is no such
+        request, or it has ended."""
+        return self.engine.abort(request_id)
+
     def close(self) -> None:
         """End the recording, if there is one: the file then says that it is whole. Later steps are not recorded."""
         if self.recording is not None:
@@ -400,7 +406,7 @@ def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     batch = _as_list("prompts", prompts)
-    if batch and all(isinstance(item, int) for item in batch):
+    if batch and all(isinstance(item, Integral) for item in batch):
         return [batch]
     return [
         item if isinstance(item, str) else _as_list(f"prompts[{place}]", item)

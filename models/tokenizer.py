@@ -37,26 +37,37 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, with the special tokens that the model expects around it."""
+        return self._encode("prompt", text, add_special_tokens=True)
+
+    def _encode(self, name: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self.hf.encode(text)
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # the library's word for a str that no UTF-8 can hold
             raise ValueError(
-                f"prompt: expected text that UTF-8 can hold, got {text!r:.80}"
+                f"{name}: expected text that UTF-8 can hold, got {text!r:.80}"
             ) from None
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat format, up to where the assistant is to speak."""
         if not self.hf.chat_template:
             raise ValueError("messages: the model has no chat template")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages: expected at least one message, got {messages!r:.80}")
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise ValueError(
                     f"messages: expected role and content in each, got {message!r:.80}"
                 )
-        text = self.hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self.hf.encode(text, add_special_tokens=False)  # the template wrote them already
+        try:
+            text = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # the model's own program, which raises what it likes
+            raise ValueError(
+                f"messages: expected what the model's chat template takes, got {messages!r:.80}: {error}"
+            ) from error
+        # the template wrote special tokens already
+        return self._encode("messages", text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend_tokenizer.decode(

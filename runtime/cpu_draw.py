@@ -18,9 +18,9 @@ import torch
 
 _CHUNK = 64
 _RUNGS = (512, 8192)
-_LEAST_TEMPERATURE = (
-    1e-30  # below, its fp32 value might be 0; logits that differ are then far apart all the same
-)
+# As the kernels take them: below, logits that differ are far apart all the same, and the fp32 value might be 0; above, all
+# logits are equal, and it might be infinite, by which -inf cannot be divided.
+_TEMPERATURES = 1e-30, 1e30
 
 
 class Draws(NamedTuple):
@@ -70,7 +70,7 @@ def weigh(logits: torch.Tensor, peak: np.ndarray, temperature: np.ndarray | None
 
 
 def _divisor(temperature: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.maximum(temperature, _LEAST_TEMPERATURE).astype(np.float32))[:, None]
+    return torch.from_numpy(temperature.clip(*_TEMPERATURES).astype(np.float32))[:, None]
 
 
 def draw(
@@ -169,7 +169,7 @@ def _try(
         largest = logits.copy()
     largest.sort(axis=1)
     ordered = largest[:, ::-1]
-    heat = np.maximum(draws.temperature, _LEAST_TEMPERATURE)[:, None]
+    heat = draws.temperature.clip(*_TEMPERATURES)[:, None]
     weights = np.exp((ordered.astype(np.float64) - peak[:, None]) / heat)
     top_k = np.where(draws.top_k > 0, np.minimum(draws.top_k, vocab), vocab)
     keep = np.arange(size) < top_k[:, None]

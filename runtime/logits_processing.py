@@ -171,14 +171,17 @@ def _run_processors(logits: torch.Tensor, extras: RowExtras, fixed: _Fixed) -> s
     for processor, takes_prompt in fixed.processors:
         name = getattr(processor, "__name__", type(processor).__name__)
         tokens = (extras.prompt_token_ids, output) if takes_prompt else (output,)
+        given = logits.view(-1)  # its own shape, whatever is done to that of the processor's
         try:
-            result = processor(*tokens, logits)
-        except Exception as error:
+            result = processor(*tokens, given)
+            if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+                is_tensor = isinstance(result, torch.Tensor)
+                shape = list(result.shape) if is_tensor else type(result).__name__
+                return f"logits processor {name}: expected logits {list(logits.shape)}, got {shape}"
+            if result is not given:
+                logits.copy_(result)
+        except KeyboardInterrupt:  # the user's
+            raise
+        except BaseException as error:  # also what would end a thread or a task
             return f"logits processor {name} raised {type(error).__name__}: {error}"
-        if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
-            is_tensor = isinstance(result, torch.Tensor)
-            shape = list(result.shape) if is_tensor else type(result).__name__
-            return f"logits processor {name}: expected logits {list(logits.shape)}, got {shape}"
-        if result is not logits:
-            logits.copy_(result)
     return None

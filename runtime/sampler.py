@@ -217,7 +217,7 @@ def _choose_by_ops(raw: torch.Tensor, rows: SamplingRows, work: _Work | None) ->
     normaliser = raw.logsumexp(dim=-1)
     raw_is_finite = normaliser.isfinite()
     scored = raw
-    temperatures = column(rows.temperature, np.float32)
+    temperatures = column(rows.temperature.clip(max=1e30), np.float32)  # which are all the same
     filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     filtered &= rows.temperature > 0
     if work is not None or filtered.any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -41,6 +42,17 @@ def _as_tuple(name: str, value: Any) -> tuple:
         raise ValueError(f"{name}: expected a list, got {value!r}") from None
 
 
+def _is_text(value: Any) -> bool:
+    """UTF-8 can hold it, and so tokens can: half of a surrogate pair alone is no character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _are_ids(values: Any) -> bool:
     return all(is_int(i) and i >= 0 for i in values)
 
@@ -64,9 +76,11 @@ class Guided(msgspec.Struct, frozen=True, kw_only=True):
         names = ("json_schema", "regex", "choice")
         given = [name for name in names if getattr(self, name) not in (None, ())]
         require(len(given) == 1, "guided", "one of json_schema, regex and choice", given)
-        ok = self.regex is None or isinstance(self.regex, str)
-        require(ok, "regex", "a regular expression", self.regex)
-        require(all(isinstance(t, str) and t for t in choice), "choice", "non-empty texts", choice)
+        ok = self.regex is None or _is_text(self.regex)
+        require(ok, "regex", "a regular expression in UTF-8", self.regex)
+        require(
+            all(t and _is_text(t) for t in choice), "choice", "non-empty texts in UTF-8", choice
+        )
         if self.json_schema is not None:
             msgspec.structs.force_setattr(self, "json_schema", _as_json(self.json_schema))
 
@@ -74,10 +88,10 @@ class Guided(msgspec.Struct, frozen=True, kw_only=True):
 def _as_json(schema: Any) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(parsed)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(parsed, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"json_schema: expected a JSON schema, got {schema!r:.80}: {error}"
+            f"json_schema: expected a JSON schema, got {reprlib.repr(schema)}: {error}"
         ) from error
     require(isinstance(parsed, Mapping), "json_schema", "a JSON schema", schema)
     return text
@@ -113,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                   change a row of logits, float32 [vocab], in place or not, in turn. Ids are read-only int32 arrays. One
                   that raises ends its own request. Such a request cannot be serialised
     guided        a JSON schema, a regular expression or a choice of texts that the output follows. Give it max_tokens enough:
-                  a text that is cut short follows nothing. Cannot be serialised, as logits_processors
+                  a text that is cut short follows nothing. Not with ignore_eos. Cannot be serialised, as logits_processors
     logprobs      k: for each output token its log probability and rank under the raw logits, and those of the k most
                   likely tokens at its place; 0 for the token alone, -1 for all of the vocabulary; None for nothing
     prompt_logprobs  the same for the tokens of the prompt, of which the first has none. The request then takes no KV from
@@ -160,6 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._take_lists()
         self._check_numbers()
+        self._check_counts()
         self._check_tokens()
         if self.use_beam_search:
             self._check_beam_search()
@@ -188,57 +203,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             require(is_right(value), name, expected, value)
 
-        def check_range(name: str, low: float, high: float, shown: str) -> None:
-            check(name, f"a number in {shown}", lambda v: _is_number(v) and low <= v <= high)
+        def check_range(name: str, most: float, least: float) -> None:
+            expected = f"a number in [{least}, {most}]"
+            check(name, expected, lambda v: _is_number(v) and least <= v <= most)
 
-        check("n", "an integer >= 1", lambda v: is_int(v) and v >= 1)
         check("temperature", "a number >= 0", lambda v: _is_number(v) and v >= 0)
-        check(
-            "best_of",
-            f"None or an integer >= n = {self.n}",
-            lambda v: v is None or (is_int(v) and v >= self.n),
-        )
-        name = "n" if self.best_of is None else "best_of"
-        require(
-            self.width == 1 or self.temperature > 0 or self.use_beam_search,
-            name,
-            "1 with temperature 0 (greedy samples are all equal)",
-            self.width,
-        )
         check("top_k", "-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
         check("top_p", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
-        check_range("min_p", 0, 1, "[0, 1]")
         check("repetition_penalty", "a number in (0, 2]", lambda v: _is_number(v) and 0 < v <= 2)
-        check_range("frequency_penalty", -2, 2, "[-2, 2]")
-        check_range("presence_penalty", -2, 2, "[-2, 2]")
-        most = _MOST_LENGTH_PENALTY
-        check_range("length_penalty", -most, most, f"[-{most}, {most}]")
+        check_range("min_p", 1, 0)
+        check_range("frequency_penalty", 2, -2)
+        check_range("presence_penalty", 2, -2)
+        check_range("length_penalty", _MOST_LENGTH_PENALTY, -_MOST_LENGTH_PENALTY)
         check(
             "seed",
             "None or a 64-bit integer",
             lambda v: v is None or (is_int(v) and -(2**63) <= v < 2**63),
         )
-        check(
-            "max_tokens", "None or an integer >= 1", lambda v: v is None or (is_int(v) and v >= 1)
+        early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "use_beam_search",
+        ):
+            check(name, "True or False", lambda v: isinstance(v, bool))
+
+    def _check_counts(self) -> None:
+        def check(name: str, least: int, most: float, expected: str, none: bool = True) -> None:
+            value = getattr(self, name)
+            ok = (none and value is None) or (is_int(value) and least <= value <= most)
+            require(ok, name, expected, value)
+
+        check("n", 1, math.inf, "an integer >= 1", none=False)
+        check("best_of", self.n, math.inf, f"None or an integer >= n = {self.n}")
+        require(
+            self.width == 1 or self.temperature > 0 or self.use_beam_search,
+            "n" if self.best_of is None else "best_of",
+            "1 with temperature 0 (greedy samples are all equal)",
+            self.width,
         )
-        most_tokens = math.inf if self.max_tokens is None else self.max_tokens
-        check(
-            "min_tokens",
-            f"an integer in [0, max_tokens = {self.max_tokens}]",
-            lambda v: is_int(v) and 0 <= v <= most_tokens,
-        )
+        check("max_tokens", 1, math.inf, "None or an integer >= 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        expected = f"an integer in [0, max_tokens = {self.max_tokens}]"
+        check("min_tokens", 0, most, expected, none=False)
         for name in ("logprobs", "prompt_logprobs"):
-            check(
-                name,
-                "None, -1 or an integer >= 0",
-                lambda v: v is None or (is_int(v) and v >= ALL_LOGPROBS),
-            )
+            check(name, ALL_LOGPROBS, math.inf, "None, -1 or an integer >= 0")
 
     def _check_tokens(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            ok = all(isinstance(text, str) and text for text in texts)
-            require(ok, name, "non-empty strings", texts)
+            ok = all(text and _is_text(text) for text in texts)
+            require(ok, name, "non-empty strings in UTF-8", texts)
         require(
             _are_ids(self.stop_token_ids), "stop_token_ids", "token ids >= 0", self.stop_token_ids
         )
@@ -256,18 +273,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         require(all(map(callable, processors)), "logits_processors", "functions", processors)
         ok = self.guided is None or isinstance(self.guided, Guided)
         require(ok, "guided", "None or a Guided", self.guided)
-        flags = (
+        require(
+            self.guided is None or self.ignore_eos is False,
             "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "use_beam_search",
+            "False with guided, for a text that is complete has to end",
+            self.ignore_eos,
         )
-        for name in flags:
-            require(
-                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
-            )
-        early_ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        require(early_ok, "early_stopping", "True, False or 'never'", self.early_stopping)
 
     def _check_beam_search(self) -> None:
         """A beam search takes the most likely tokens of the model itself. Some may be forbidden, none can be made more or
@@ -325,21 +336,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def needs_output_tokens(self) -> bool:
-        """The choice of a token depends on which tokens came before it, not only through the model: they have to be known to
-        the host by then."""
-        return bool(
-            self.bad_words
-            or self.bad_words_token_ids
-            or self.logits_processors
-            or self.has_penalties
-        )
-
-    @property
     def changes_logits(self) -> bool:
         """Something comes between the model's logits and the temperature."""
         return bool(
-            self.needs_output_tokens
+            self.logits_processors
+            or self.guided is not None
+            or self.has_penalties
+            or self.bad_words
+            or self.bad_words_token_ids
             or self.min_tokens
             or self.logit_bias
             or self.allowed_token_ids is not None

@@ -31,10 +31,7 @@ class Selection:
         batch, scheduler = self.scheduler.batch, self.scheduler
         if not batch:
             return False
-        is_first = self.config.policy == "fcfs" and self.config.order == "decode-first"
-        if not is_first and (
-            scheduler.waiting or scheduler.swapped or any(group.is_prefill for group in others)
-        ):
+        if not self._come_first(others):
             return False
         ahead = len(scheduler.flight)
         opening = batch.opening(ahead)
@@ -50,6 +47,17 @@ class Selection:
         step.decodes = batch.place(opening, ahead, scheduler.flight.fence)
         step.token_budget -= len(step.decodes.groups)
         return True
+
+    def _come_first(self, others: list[SequenceGroup]) -> bool:
+        """Whether all plain decodes are in line before the prefills among `others` and before who is to come in."""
+        scheduler, config = self.scheduler, self.config
+        if config.policy == "fcfs" and config.order == "decode-first":
+            return True
+        prefills = (group for group in others if group.is_prefill)
+        behind = itertools.chain(scheduler.waiting[:1], scheduler.swapped[:1], prefills)
+        if config.order == "decode-first":  # among equally urgent ones decodes are first
+            return all(group.priority >= scheduler.running[-1].priority for group in behind)
+        return not any(True for _ in behind)
 
     def turns(self, running: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Groups in the order in which they may take from the step's budget: these running ones, and those to come in."""

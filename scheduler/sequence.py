@@ -28,7 +28,6 @@ class SequenceStatus(enum.Enum):
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
-    FINISHED_REJECTED = "rejected"
 
     def __init__(self, value: str) -> None:
         self.is_finished = value not in ("waiting", "running", "swapped")

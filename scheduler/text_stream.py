@@ -39,6 +39,7 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
+        self._num_settled = 0  # tokens whose text is all there
         self._stop = stop
         self._longest_stop = max(map(len, stop), default=0)
         self._include_stop = include_stop
@@ -55,18 +56,38 @@ class TextStream:
         if self.is_over:
             return None
         self._token_ids.append(token_id)
-        return self._append(self._stream.step(self._tokenizer, token_id) or "")
+        try:
+            more = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # of a class of its own it has none
+            more = self._start_anew()
+        if more is None:
+            return None
+        self._num_settled = len(self._token_ids)
+        return self._append(more)
+
+    def _start_anew(self) -> str:
+        """The text of the held tokens, where with the newest of them those before mean something else than they did: decoders
+        that make characters of tokens of single bytes take none of a run of bytes if one does not fit."""
+        from tokenizers.decoders import DecodeStream
+
+        held = self._token_ids[self._num_settled :]
+        self._stream = DecodeStream(ids=held, skip_special_tokens=self._skip_special_tokens)
+        return self._decode(held)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def close(self) -> str | None:
         """No token follows: what was held back becomes visible. Returns a stop string found in it, if any."""
         if self.is_over:
             return None
-        decode = self._tokenizer.decode
-        before = decode(self._context, skip_special_tokens=self._skip_special_tokens)
-        whole = decode(
-            self._context + self._token_ids, skip_special_tokens=self._skip_special_tokens
-        )[len(before) :]
-        stop = self._append(whole[len(self.text) :]) if whole.startswith(self.text) else None
+        stop, held = None, self._token_ids[self._num_settled :]
+        if held:
+            known = self._decode(self._context) + self.text
+            whole = self._decode(self._context + self._token_ids)
+            # alone, held tokens may lose a space at their beginning
+            more = whole[len(known) :] if whole.startswith(known) else self._decode(held)
+            stop = self._append(more)
         self.is_over = True
         return stop
 
@@ -94,6 +115,6 @@ class TextStream:
             return self.text
         for held in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             ending = self.text[-held:]
-            if any(stop.startswith(ending) for stop in self._stop):
+            if any(len(stop) > held and stop.startswith(ending) for stop in self._stop):
                 return self.text[:-held]
         return self.text

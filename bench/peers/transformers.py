@@ -1,7 +1,7 @@
 """transformers generating whole outputs: its usual static batch, and its continuous batching over a paged cache.
 
-Both take a loaded model, so that one set of weights serves both and whoever checks their tokens. Outputs are greedy, or the
-best beams, and have exactly the length asked for: end tokens do not end them (the static batch never draws one, continuous
+Both take a loaded model, so that one set of weights serves both and whoever checks their tokens. Outputs are greedy, the best
+beams or (the static batch) samples, and have exactly the length asked for: end tokens do not end them (the static batch never draws one, continuous
 batching goes on after it).
 """
 
@@ -49,9 +49,18 @@ class TransformersStatic:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, *, n: int = 1, num_beams: int = 1
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        num_beams: int = 1,
+        temperature: float = 0.0,
     ) -> list[list[list[int]]]:
-        _check(n, num_beams)
+        """`temperature` above 0 draws from the whole vocabulary, whatever the model's own settings say."""
+        if temperature == 0:
+            _check(n, num_beams)
+        drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         width = max(map(len, prompts))
         ids = [[_PAD] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -61,7 +70,7 @@ class TransformersStatic:
             attention_mask=torch.tensor(mask, device=device),
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
-            do_sample=False,
+            **(drawing if temperature > 0 else {"do_sample": False}),
             num_beams=num_beams,
             num_return_sequences=n,
             pad_token_id=_PAD,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Launch:
     compiled: Any = None  # triton's CompiledKernel
     tile_kv: int | None = None  # KV tokens of one iteration, where the kernel has such tiles
     error: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # what the launch was given by name
 
 
 class StandInDriver(DriverBase):
@@ -77,14 +78,10 @@ def compile_launches(target: str, cases: Iterable[str]) -> Iterator[Launch]:
     cases = list(cases)
     if unknown := set(cases) - set(CASES):
         raise ValueError(f"cases: expected names in CASES, got {sorted(unknown)}")
-    if target not in TARGETS:
-        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
-    if knobs.runtime.interpret:
-        raise ValueError("TRITON_INTERPRET: expected it unset, for interpreted kernels are no code")
-    driver.set_active(StandInDriver(TARGETS[target]))
+    compile_for(target)
     for case in cases:
         launches: list[Launch] = []
-        with _captured(case, launches):
+        with captured(case, launches):
             try:
                 CASES[case](target)
             except Exception as error:  # a wrapper refused; the other cases go on
@@ -92,8 +89,17 @@ def compile_launches(target: str, cases: Iterable[str]) -> Iterator[Launch]:
         yield from launches
 
 
+def compile_for(target: str) -> None:
+    """From now on this process compiles for the target."""
+    if target not in TARGETS:
+        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
+    if knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET: expected it unset, for interpreted kernels are no code")
+    driver.set_active(StandInDriver(TARGETS[target]))
+
+
 @contextlib.contextmanager
-def _captured(case: str, launches: list[Launch]) -> Iterator[None]:
+def captured(case: str, launches: list[Launch]) -> Iterator[None]:
     """Turn the launches of the block into compilations."""
     launch = JITFunction.run
     is_fresh = False
@@ -113,7 +119,8 @@ def _captured(case: str, launches: list[Launch]) -> Iterator[None]:
             error = _one_line(fault)
         seconds = round(time.perf_counter() - started, 2) if is_fresh else None
         tile_kv = kwargs.get("TILE_KV")
-        launches.append(Launch(case, self.fn.__name__, seconds, compiled, tile_kv, error))
+        name = self.fn.__name__
+        launches.append(Launch(case, name, seconds, compiled, tile_kv, error, kwargs))
 
     listener = knobs.compilation.listener
     JITFunction.run, knobs.compilation.listener = compile_only, on_compile

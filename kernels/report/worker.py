@@ -21,14 +21,15 @@ def rows(target: str, cases: Sequence[str]) -> Iterator[Row]:
     with ThreadPoolExecutor(1) as reader:
         pending: deque[Future[Row]] = deque()
         for launch in compile_launches(target, cases):
-            pending.append(reader.submit(_row, target, launch))
+            pending.append(reader.submit(row_of, target, launch))
             while pending and pending[0].done():
                 yield pending.popleft().result()
         for row in pending:
             yield row.result()
 
 
-def _row(target: str, launch: Launch) -> Row:
+def row_of(target: str, launch: Launch) -> Row:
+    """What the machine code of a launch says."""
     code, error = None, launch.error
     if launch.compiled is not None:
         try:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
+import time
 from collections import Counter
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from octavo import LLM, SamplingParams
 from octavo.models.async_llm import AsyncLLM
-from octavo.tests.models.tiny import TinyModel
+from octavo.scheduler.engine import Request
+from octavo.tests.models.tiny import VOCAB, TinyModel
 
 
 class TinyLLM(LLM):
@@ -62,17 +67,36 @@ def test_outputs_grow_to_what_the_llm_returns(tiny):
     assert lengths == sorted(set(lengths))
 
 
-@pytest.mark.parametrize("asked", [params(9), params(7, temperature=1.0, n=3, seed=5)], ids=["one", "three"])  # fmt: skip
-def test_deltas_add_up(tiny, asked):
-    async def run():
-        async with AsyncLLM(TinyLLM(tiny)) as llm:
-            return [output async for output in llm.generate([5, 6, 7], asked, delta=True)]
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "n": 3, "seed": 5}], ids=["one", "three"])  # fmt: skip
+def test_deltas_add_up(tiny, more):
+    """Token ids, texts and log probabilities."""
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    whole = TinyLLM(tiny)
+    whole.engine._tokenizer = tokenizer
+    [first] = whole.generate([[5, 6, 7]], params(9, logprobs=1, **more))
+    asked = params(9, logprobs=1, stop=[f"w{first.outputs[-1].token_ids[6]}"], **more)
+    [expected] = whole.generate([[5, 6, 7]], asked)
 
-    added: dict[int, list[int]] = {}
-    for output in asyncio.run(run()):
+    async def run():
+        llm = TinyLLM(tiny)
+        llm.engine._tokenizer = tokenizer
+        async with AsyncLLM(llm) as serving:
+            return [output async for output in serving.generate([5, 6, 7], asked, delta=True)]
+
+    added = {index: ("", [], []) for index in range(asked.n)}
+    outputs = asyncio.run(run())
+    for output in outputs:
         for completion in output.outputs:
-            added.setdefault(completion.index, []).extend(completion.token_ids)
-    assert [added[index] for index in sorted(added)] == solo(tiny, [5, 6, 7], asked)
+            text, ids, logprobs = added[completion.index]
+            added[completion.index] = (
+                text + completion.text,
+                ids + completion.token_ids,
+                logprobs + [list(each) for each in completion.logprobs or ()],
+            )
+    assert len(outputs) > 2 and expected.outputs[-1].finish_reason == "stop"
+    for completion in expected.outputs:
+        ids = [list(each) for each in completion.logprobs or ()]
+        assert added[completion.index] == (completion.text, completion.token_ids, ids)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +174,72 @@ def test_64_clients_some_of_which_leave(tiny, ahead):
     assert llm.llm.engine.scheduler.blocks.num_used_blocks == 0
 
 
+def ends_of(llm: AsyncLLM) -> list[str]:
+    """How the requests of `llm` end, as they do."""
+    step, ends = llm.llm.engine.step, []
+
+    def watched():
+        changed = step()
+        ends.extend(r.output().outputs[0].finish_reason for r in changed if r.finished)
+        return changed
+
+    llm.llm.engine.step = watched
+    return ends
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "loop"])
+def test_leaving_aborts(tiny, way):
+    async def leave(llm):
+        outputs = llm.generate([5, 6], params(240))
+        if way == "cancel":
+            reader = asyncio.create_task(last(outputs))
+            while not (await llm.stats()).num_running:
+                await asyncio.sleep(0)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            return
+        async for _ in outputs:
+            break
+        if way == "aclose":
+            await outputs.aclose()
+
+    with contextlib.closing(AsyncLLM(TinyLLM(tiny))) as llm:
+        ends = ends_of(llm)
+        if way == "loop":
+            outputs, loop = llm.generate([5, 6], params(240)), asyncio.new_event_loop()
+            loop.run_until_complete(anext(outputs))
+            loop.close()
+        else:
+
+            async def leave_and_stay() -> None:  # a loop that goes away would do the same
+                await leave(llm)
+                while not ends:
+                    await asyncio.sleep(0.01)
+
+            asyncio.run(asyncio.wait_for(leave_and_stay(), 30))
+        for _ in range(1000):
+            if ends:
+                break
+            time.sleep(0.01)
+    assert ends == ["abort"]
+
+
+def test_outputs_that_nobody_takes_are_not_made(tiny, monkeypatch):
+    made, output = [], Request.output
+    monkeypatch.setattr(Request, "output", lambda self: made.append(1) or output(self))
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            outputs = llm.generate([5, 6], params(60))
+            await anext(outputs)
+            while (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            return (await last(outputs)).outputs[0].token_ids
+
+    assert len(asyncio.run(run())) == 60 and len(made) <= 3
+
+
 def test_a_slow_reader_gets_fewer_outputs_and_holds_up_nobody(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
@@ -169,21 +259,27 @@ def test_a_bad_request_is_its_own_clients_error(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
             good = asyncio.create_task(last(llm.generate([5, 6], params(9))))
-            with pytest.raises(ValueError, match="prompt"):
-                await last(llm.generate([], params()))
-            with pytest.raises(ValueError, match="sampling_params: expected"):
-                await last(llm.generate([5], "greedy"))
+            for nothing in ([], 5, None, [[5], [6]]):
+                with pytest.raises(ValueError, match="prompt"):
+                    await last(llm.generate(nothing, params()))
+            for bad in ("greedy", [params()]):
+                with pytest.raises(ValueError, match="sampling_params: expected"):
+                    await last(llm.generate([5], bad))
             return await good
 
     assert tokens_of(asyncio.run(run())) == solo(tiny, [5, 6], params(9))
 
 
 def test_closing_ends_what_is_unfinished(tiny):
+    closed: list[bool] = []
+
     async def run():
         llm = AsyncLLM(TinyLLM(tiny))
         tasks = [asyncio.create_task(last(llm.generate([5, i], params(200)))) for i in range(5)]
         await asyncio.sleep(0.05)
+        llm.llm.close = lambda: closed.append(llm._thread.is_alive())
         await llm.aclose()
+        assert closed == [False], "after the last step"
         await llm.aclose()
         outputs = await asyncio.gather(*tasks)
         with pytest.raises(RuntimeError, match="closed"):
@@ -217,21 +313,111 @@ def test_a_model_that_fails_is_told_to_all_and_to_nobody_after(tiny):
     assert tokens_of(output) == solo(tiny, [5, 6], params())
 
 
-def test_one_failure_is_got_over(tiny):
+def test_failures_apart_are_got_over(tiny):
     async def run():
         async with AsyncLLM(TinyLLM(tiny)) as llm:
             runner, count = llm.llm.engine._runner, itertools.count()
             launch = runner.launch
 
             def launched(*args, **kwargs):
-                if next(count) == 2:
-                    raise OSError("just this once")
+                if next(count) in (2, 5):
+                    raise OSError("just now and then")
                 return launch(*args, **kwargs)
 
             runner.launch = launched
             return await last(llm.generate([5, 6], params()))
 
     assert tokens_of(asyncio.run(run())) == solo(tiny, [5, 6], params())
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no text"), MemoryError()], ids=repr)
+def test_an_output_that_cannot_be_made_is_its_own_clients_error(tiny, monkeypatch, failure):
+    output = Request.output
+
+    def made(request):
+        if request.group.seqs[0].prompt_token_ids[-1] == 7:
+            raise failure
+        return output(request)
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            ended, step = [], llm.llm.engine.step
+
+            def watched():
+                changed = step()
+                ended.extend(r.group.seqs[0].num_output_tokens for r in changed if r.finished)
+                return changed
+
+            llm.llm.engine.step = watched
+            asked = [last(llm.generate([5, i], params(30))) for i in (6, 7)]
+            done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            return done, ended
+
+    monkeypatch.setattr(Request, "output", made)
+    (good, bad), ended = asyncio.run(run())
+    assert bad is failure and ended[0] < 9 and ended[1:] == [30]
+    monkeypatch.undo()
+    assert tokens_of(good) == solo(tiny, [5, 6], params(30))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_nothing_ends_the_engines_thread_but_closing(tiny, kind):
+    """What ends a thread or a task is told to the clients as an error like any other, and others come after them."""
+
+    async def run():
+        async with AsyncLLM(TinyLLM(tiny)) as llm:
+            runner = llm.llm.engine._runner
+            launch = runner.launch
+
+            def launched(*args, **kwargs):
+                raise kind
+
+            runner.launch = launched
+            asked = [last(llm.generate([5, i], params())) for i in range(3)]
+            done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            runner.launch = launch
+            return done, await asyncio.wait_for(last(llm.generate([5, 6], params())), 30)
+
+    failed, output = asyncio.run(run())
+    assert [str(failure) for failure in failed] == [f"the engine raised {kind.__name__}"] * 3
+    assert tokens_of(output) == solo(tiny, [5, 6], params())
+
+
+def test_closing_ends_though_no_step_succeeds(tiny):
+    async def run():
+        llm = AsyncLLM(TinyLLM(tiny))
+        outputs = llm.generate([5, 6], params(100))
+        await anext(outputs)
+
+        def step():
+            raise OSError("gone")
+
+        llm.llm.engine.step = step
+        await asyncio.wait_for(llm.aclose(), 30)
+        with pytest.raises(OSError, match="gone"):
+            await last(outputs)
+
+    asyncio.run(run())
+
+
+def test_loops_that_are_gone_leave_nothing_behind(tiny):
+    with contextlib.closing(AsyncLLM(TinyLLM(tiny))) as llm:
+        never = llm.generate([5, 6], params())
+        loop = asyncio.new_event_loop()
+        begun = llm.generate([5, 6], params(200))
+        loop.run_until_complete(anext(begun))
+        loop.close()
+
+        async def others():
+            while (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            output = await last(llm.generate([5, 7], params()))
+            return await llm.stats(), output
+
+        stats, output = asyncio.run(asyncio.wait_for(others(), 30))
+        assert stats.num_waiting == stats.num_used_blocks == 0 and not llm._mailboxes
+        assert tokens_of(output) == solo(tiny, [5, 7], params())
+        del never
 
 
 def test_an_llm_takes_no_further_arguments(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 
 import pytest
 
@@ -95,6 +96,29 @@ def test_the_processor_knows_a_text_from_its_tokens_alone(llm):
         allowed(np.array(llm.tokenizer.encode("xyz"), np.int32))
 
 
+def test_a_dead_end_is_told_and_not_taken_for_an_end(llm):
+    """An end-of-sequence token ends only a complete text, be it forced elsewhere or spelt like a part of it."""
+    end = llm.tokenizer.decode(sorted(llm.tokenizer.eos_token_ids), skip_special_tokens=False)
+    asks = [
+        SamplingParams(guided=Guided(regex=r"[^\s\S]"), max_tokens=5, temperature=0),
+        SamplingParams(guided=Guided(choice=[f"{end}b"]), max_tokens=20, temperature=0),
+        SamplingParams(guided=Guided(choice=["red"]), max_tokens=20, min_tokens=9, temperature=0),
+    ]
+    for result in llm.generate(["The sky is "] * len(asks), asks):
+        [completion] = result.outputs
+        if completion.finish_reason == "abort":
+            assert completion.stop_reason.startswith("no token is left to choose")
+        else:
+            assert completion.text == f"{end}b"
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
@@ -104,8 +128,13 @@ def test_the_processor_knows_a_text_from_its_tokens_alone(llm):
         ({"json_schema": "{"}, "json_schema: expected a JSON schema"),
         ({"json_schema": "[1]"}, "json_schema: expected a JSON schema"),
         ({"regex": 3}, "regex: expected"),
+        ({"regex": "\ud800"}, "regex: expected .* UTF-8"),
+        ({"choice": ["a", "\ud800"]}, "choice: expected .* UTF-8"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema: expected a JSON schema"),
+        ({"json_schema": nested(5000)}, "json_schema: expected a JSON schema"),
+        ({"json_schema": '{"not":' * 5000}, "json_schema: expected a JSON schema"),
     ],
-    ids=str,
+    ids=lambda value: reprlib.repr(value),
 )
 def test_bad_grammars_are_refused_at_construction(fields, match):
     with pytest.raises(ValueError, match=match):

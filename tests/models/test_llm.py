@@ -274,6 +274,44 @@ def test_closing_a_stream_aborts_what_is_left(llm):
     assert llm.stats().num_used_blocks == 0
 
 
+def test_a_closed_stream_leaves_nothing_behind_in_the_calls_of_others(llm):
+    stream = llm.stream(["One", "Two"], SamplingParams(max_tokens=30, temperature=0))
+    next(stream)
+    llm.generate(["Three"], SamplingParams(max_tokens=3, temperature=0))
+    assert llm._changed
+    stream.close()
+    assert not llm._changed and not llm.engine.has_unfinished()
+
+
+def test_a_stop_token_is_no_part_of_the_text(llm):
+    """Whatever token it is, unless special tokens are shown."""
+    prompt, asked = "The capital of France is", {"max_tokens": 6, "temperature": 0}
+    ids = llm.generate(prompt, SamplingParams(**asked))[0].outputs[0].token_ids
+    for skip, shown in ((True, 1), (False, 2)):
+        params = SamplingParams(stop_token_ids=[ids[1]], skip_special_tokens=skip, **asked)
+        [completion] = llm.generate(prompt, params)[0].outputs
+        assert completion.token_ids == ids[:2] and completion.stop_reason == ids[1]
+        assert completion.text == llm.tokenizer.decode(ids[:shown])
+
+
+def test_a_request_of_a_stream_can_be_aborted(llm):
+    """Its output so far comes once more, as its last; the others go on."""
+    [expected] = llm.generate(
+        ["The capital of France is"], SamplingParams(max_tokens=6, temperature=0)
+    )
+    asked = SamplingParams(max_tokens=6, temperature=0)
+    last, finished = {}, []
+    for place, output in llm.stream(["The capital of France is", "1, 2, 3,"], asked):
+        last[place] = output
+        finished += [place] * output.finished
+        if place == 1 and len(output.outputs[0].token_ids) == 2 and not output.finished:
+            assert llm.abort(output.request_id) and not llm.abort(output.request_id)
+    assert finished == [1, 0] and not llm.abort(last[0].request_id)
+    [aborted] = last[1].outputs
+    assert aborted.finish_reason == "abort" and len(aborted.token_ids) == 2
+    assert last[0].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_end_of_sequence_ends_a_chat(llm):
     [output] = llm.chat(
         [{"role": "user", "content": "Say hi."}], SamplingParams(max_tokens=120, temperature=0)

@@ -222,6 +222,36 @@ def test_samples_of_two_requests_are_their_own(tiny):
 
 
 @torch.inference_mode()
+def test_requests_without_a_seed_get_one_of_their_own(tiny):
+    """By the engine's seed and their place in line: not the same for all, and the same in every run."""
+
+    def drawn(engine_seed: int) -> list[list[int]]:
+        engine = tiny.engine()
+        engine._seed = engine_seed
+        for name in "abc":
+            params = SamplingParams(max_tokens=8, temperature=2.0, ignore_eos=True)
+            engine.add_request(name, prompt_of(4, 8), params)
+        outputs = finish(engine)
+        return [outputs[name].outputs[0].token_ids for name in "abc"]
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert first == again
+    assert len({tuple(ids) for ids in first + other}) == 6
+
+
+def test_the_best_of_several_are_those_of_the_highest_log_probability(tiny):
+    """Of the same samples that n = best_of gives."""
+    engine, common = tiny.engine(), {"max_tokens": 7, "seed": 31, "temperature": 1.5}
+    engine.add_request("all", prompt_of(4, 8), SamplingParams(n=6, **common))
+    engine.add_request("best", prompt_of(4, 8), SamplingParams(n=2, best_of=6, **common))
+    outputs = finish(engine)
+    every = sorted(outputs["all"].outputs, key=lambda c: -c.cumulative_logprob)
+    assert every[1].cumulative_logprob > every[2].cumulative_logprob
+    best = outputs["best"].outputs
+    assert [c.token_ids for c in best] == [c.token_ids for c in every[:2]]
+    assert [c.index for c in best] == [0, 1]
+
+
 def generated_by_transformers(tiny: TinyModel, prompt: list[int], **kwargs) -> list[list[int]]:
     out = tiny.reference.generate(
         torch.tensor([prompt]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -40,6 +41,30 @@ def test_chat_format(tokenizer: Tokenizer) -> None:
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert ids.count(1) == 3 and tokenizer.decode(ids).count("<|") == 0
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [], "hi", [{"role": "user"}], ["hi"], [{"role": "user", "content": None}], [{"role": "user", "content": 5}],
+        [{"role": "user", "content": "\ud800"}], [{"role": 1, "content": "a"}],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_the_chat_template_cannot_take_is_a_value_error(
+    tokenizer: Tokenizer, messages
+) -> None:
+    with pytest.raises(ValueError, match=r"^messages: expected .* got"):
+        tokenizer.encode_chat(messages)
+
+
+def test_chat_templates_run_in_a_sandbox(tokenizer: Tokenizer) -> None:
+    hf = copy.copy(tokenizer.hf)
+    hf.chat_template = (
+        "{{ messages.append.__globals__ or messages.__class__.__mro__[1].__subclasses__() }}"
+    )
+    with pytest.raises(ValueError, match=r"^messages: expected .* unsafe"):
+        Tokenizer(hf, frozenset()).encode_chat([{"role": "user", "content": "a"}])
 
 
 def test_converted_tokenizer_is_kept_and_found_again(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.runtime.drawn_tokens import awaited_draws, with_drawn
+from octavo.runtime.drawn_tokens import awaited_draws, sample_places, with_drawn
 from octavo.runtime.metadata import MetadataError, SamplerOutput
 from octavo.runtime.params import SamplingParams
 from octavo.runtime.snapshots import Snapshots
@@ -70,3 +70,15 @@ def test_the_several_candidates_of_a_search_are_nobodys_next_token():
     search = msgspec.structs.replace(decode("a", 4, 2, 3), sampling_params=beams)
     with pytest.raises(MetadataError, match="neither"):
         awaited_draws(Snapshots.of([decode("a", 4, 3, 3)]), Snapshots.of([search]))
+
+
+def test_samples_of_a_group_are_placed_by_ascending_sequence():
+    two, one = decode("a", 8, 2, 3), decode("a", 5, 2, 3)
+    group = msgspec.structs.replace(
+        two,
+        seq_data={**two.seq_data, **one.seq_data},
+        block_tables={**two.block_tables, **one.block_tables},
+        sampling_params=SamplingParams(n=2),
+    )
+    places = sample_places(Snapshots.of([decode("b", 6, 2, 3), group, decode("c", 1, 2, 3)]))
+    assert places == {6: 0, 5: 1, 8: 2, 1: 3}

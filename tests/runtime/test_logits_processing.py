@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import numpy as np
@@ -173,6 +174,8 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_blocks_of_rows_change_nothing(monkeypatch):
     asks = mixed_batch(random.Random(4), 30)
+    asks[13] = Ask(SamplingParams(logits_processors=[fails]))
+    asks[22] = Ask(SamplingParams(logits_processors=[only()]))
     logits = logits_of(2, len(asks))
     logits[7] = float("nan")
     together = sample(logits, rows_of(asks))
@@ -180,7 +183,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     apart = sample(logits, rows_of(asks))
     assert together.token_ids.tolist() == apart.token_ids.tolist() and apart.token_ids[7] == -1
     np.testing.assert_array_equal(together.logprobs, apart.logprobs)
-    assert together.errors == apart.errors == {}
+    assert together.errors == apart.errors and list(apart.errors) == [13, 22]
     by_place = [
         {
             int(place): row.tolist()
@@ -378,8 +381,25 @@ def fails(output, logits):
     raise RuntimeError("no idea")
 
 
+def leaves(output, logits):
+    raise SystemExit(1)
+
+
+def cancelled(output, logits):
+    raise asyncio.CancelledError
+
+
+def shrinks(output, logits):
+    return logits.resize_(3)
+
+
 def test_a_processor_that_fails_ends_its_own_row_alone():
+    nowhere = torch.empty(VOCAB, device="meta")
     bad = [
+        ([leaves], "logits processor leaves raised SystemExit: 1"),
+        ([cancelled], "logits processor cancelled raised CancelledError"),
+        ([lambda o, x: nowhere], "logits processor <lambda> raised NotImplementedError"),
+        ([shrinks], "logits processor shrinks: expected logits [40], got [3]"),
         ([fails], "logits processor fails raised RuntimeError: no idea"),
         ([lambda o, x: x[:3]], "logits processor <lambda>: expected logits [40], got [3]"),
         ([lambda o, x: None], "logits processor <lambda>: expected logits [40], got NoneType"),
@@ -387,7 +407,7 @@ def test_a_processor_that_fails_ends_its_own_row_alone():
         ([lambda o, x: x + float("inf")], "no token is left to choose"),
         ([only()], "no token is left to choose"),
     ]
-    plain = [Ask(p.params, p.prompt, p.output, p.eos) for p in mixed_batch(random.Random(8), 24)]
+    plain = [Ask(p.params, p.prompt, p.output, p.eos) for p in mixed_batch(random.Random(8), 36)]
     logits = logits_of(5, len(plain))
     clean = sample(logits, rows_of(plain))
     asks = list(plain)
@@ -415,6 +435,25 @@ def test_logits_that_are_not_finite_are_told_from_those_that_became_so():
     out = sample(logits, rows_of(asks))
     assert out.token_ids.tolist() == [-1, -1, -1]
     assert list(out.errors) == [2] and out.errors[2].startswith("no token is left to choose")
+
+
+def test_the_ids_a_processor_sees_are_not_its_own():
+    def overwrites(output, logits):
+        output[0] = 1
+        return logits
+
+    ask = Ask(SamplingParams(temperature=0, logits_processors=[overwrites]), output=[7, 8])
+    rows = rows_of([ask])
+    assert "read-only" in sample(logits_of(0), rows).errors[0]
+    assert rows.extras[0].output_token_ids.tolist() == [7, 8]
+
+
+def test_the_users_own_interrupt_is_no_processors_fault():
+    def interrupted(output, logits):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(logits_of(0), rows_of([Ask(SamplingParams(logits_processors=[interrupted]))]))
 
 
 def test_ids_beyond_the_vocabulary_never_reach_another_row():

@@ -250,6 +250,21 @@ def test_a_temperature_below_float32_is_still_a_temperature(temperature):
     assert out.token_ids.tolist() == [1]
 
 
+@pytest.mark.parametrize("choose", [None, _choose_by_ops], ids=["cpu", "ops"])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50}], ids=str)
+def test_a_temperature_beyond_float32_draws_evenly_of_what_is_left(filters, choose):
+    """-inf divided by an infinite temperature would be no number, and forbidden tokens would be drawn."""
+    logits = torch.full((400, 100), -torch.inf)
+    logits[:, [3, 30, 70]] = torch.tensor([1.0, -5.0, 9.0])
+    rows = columns(
+        [SamplingParams(temperature=1e39, seed=seed, **filters) for seed in range(len(logits))]
+    )
+    drawn = sample(logits, rows) if choose is None else choose(logits, rows, None)
+    counts = np.bincount(np.asarray(drawn.token_ids), minlength=100)
+    kept = [3, 30] if "top_p" in filters and choose is None else [3, 30, 70]
+    assert counts[[3, 30, 70]].sum() == len(logits) and (counts[kept] > 90).all(), counts
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize(
     "bad",

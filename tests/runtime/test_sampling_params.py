@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from octavo.runtime.params import SamplingParams
+from octavo.runtime.sampling_params import Guided
 
 
 @pytest.mark.parametrize(
@@ -18,12 +19,18 @@ from octavo.runtime.params import SamplingParams
         ("top_k", 0), ("top_k", -2), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2), ("seed", 2**63),
         ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 2.5), ("stop", [""]), ("stop_token_ids", [-1]),
         ("ignore_eos", 1), ("temperature", 10**400), ("stop", 5), ("stop_token_ids", 5), ("top_k", 1.5),
+        ("stop", ["\ud800"]), ("bad_words", ["a", "b\udfff"]),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_refused_by_name(name, value):
     """B50, B56: ranges are checked at construction."""
     with pytest.raises(ValueError, match=f"^{name}: expected"):
         SamplingParams(**{name: value})
+
+
+def test_a_guided_text_has_to_end():
+    with pytest.raises(ValueError, match=r"^ignore_eos: expected False with guided"):
+        SamplingParams(guided=Guided(regex="a"), ignore_eos=True)
 
 
 def test_greedy_samples_would_be_equal():
@@ -111,25 +118,25 @@ def test_parameters_survive_being_written_down():
 
 
 @pytest.mark.parametrize(
-    ("changes", "needs_output_tokens", "changes_logits", "is_plain"),
+    ("changes", "changes_logits", "is_plain"),
     [
-        ({}, False, False, True),
-        ({"temperature": 0, "prompt_logprobs": 1}, False, False, True),
-        ({"top_k": 4, "top_p": 0.5, "min_p": 0.1}, False, False, True),
-        ({"logprobs": 0}, False, False, False),
-        ({"min_tokens": 1}, False, True, False),
-        ({"logit_bias": {1: 1}}, False, True, False),
-        ({"allowed_token_ids": [1]}, False, True, False),
-        ({"bad_words": "a"}, True, True, False),
-        ({"bad_words_token_ids": [[1]]}, True, True, False),
-        ({"presence_penalty": 1}, True, True, False),
-        ({"frequency_penalty": -1}, True, True, False),
-        ({"repetition_penalty": 0.5}, True, True, False),
-        ({"logits_processors": [max]}, True, True, False),
+        ({}, False, True),
+        ({"temperature": 0, "prompt_logprobs": 1}, False, True),
+        ({"top_k": 4, "top_p": 0.5, "min_p": 0.1}, False, True),
+        ({"logprobs": 0}, False, False),
+        ({"min_tokens": 1}, True, False),
+        ({"logit_bias": {1: 1}}, True, False),
+        ({"allowed_token_ids": [1]}, True, False),
+        ({"bad_words": "a"}, True, False),
+        ({"bad_words_token_ids": [[1]]}, True, False),
+        ({"presence_penalty": 1}, True, False),
+        ({"frequency_penalty": -1}, True, False),
+        ({"repetition_penalty": 0.5}, True, False),
+        ({"logits_processors": [max]}, True, False),
+        ({"guided": Guided(regex="a")}, True, False),
     ],
     ids=str,
 )
-def test_what_an_executor_asks(changes, needs_output_tokens, changes_logits, is_plain):
+def test_what_an_executor_asks(changes, changes_logits, is_plain):
     params = SamplingParams(**changes)
-    assert params.needs_output_tokens is needs_output_tokens
     assert params.changes_logits is changes_logits and params.is_plain is is_plain

@@ -75,6 +75,34 @@ def test_nobody_makes_way_for_one_that_would_not_fit_all_the_same():
     h.drain()
 
 
+@pytest.mark.parametrize(
+    ("waiting", "order", "as_columns"),
+    [
+        (5, "decode-first", True),
+        (7, "decode-first", True),
+        (4, "decode-first", False),
+        (5, "prefill-first", False),
+    ],
+)
+def test_decodes_stay_columns_unless_somebody_more_urgent_waits(waiting, order, as_columns):
+    """Without seats for it a queue is long, and lasts: its steps are not to cost more than those without."""
+    h = Harness(policy="priority", max_num_seqs=2, order=order)
+    for name, priority in (("a", 0), ("b", 5)):
+        h.add(name, prompt(5, ord(name)), max_tokens=9, priority=priority)
+    for _ in range(2):
+        h.step()
+    h.add("late", prompt(5, 400), max_tokens=3, priority=waiting)
+    outputs = h.scheduler.schedule()
+    decodes = outputs.seq_group_metadata_list.decodes
+    assert (decodes is not None and decodes.request_ids == ["a", "b"]) == as_columns
+    names = {group.request_id for group in outputs.scheduled_seq_groups}
+    assert names == ({"a", "late"} if waiting == 4 else {"a", "b"})
+    h.scheduler.rollback()
+    h.drain()
+    for name in "ab":
+        assert h.tokens(name) == solo(prompt(5, ord(name)), 9)
+
+
 def test_priorities_are_without_effect_first_come_first_served():
     h = Harness(max_num_seqs=1)
     h.add("first", prompt(3), max_tokens=2, priority=9)

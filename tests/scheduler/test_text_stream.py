@@ -145,3 +145,66 @@ def test_a_stop_string_within_the_least_tokens_is_text(min_tokens):
     wanted = next((end, stop) for end, stop in ends if end > min_tokens)
     assert (number, found) == wanted
     assert stream.text == text[: wanted[0] - len(wanted[1])].decode()
+
+
+def fallback_tokenizer() -> Tokenizer:
+    """As Llama 2 has it: characters that are no tokens are written as bytes, and a run of bytes that does not fit together
+    decodes to nothing but U+FFFD, one for each byte, those that were characters before included."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    vocab |= {token: 257 + place for place, token in enumerate(["▁", "▁the", "a", "x"])}
+    model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    spaces = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+FALLBACK = fallback_tokenizer()
+THE, A = 258, 259
+
+
+def fallback_ids(data: bytes) -> list[int]:
+    return [1 + byte for byte in data]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids", "expected"),
+    [
+        ([A], [*fallback_ids("F世".encode()), THE], "F世 the"),
+        ([A], [*fallback_ids(b"F\xff"), THE, A], "F\ufffd thea"),
+        ([A], [*fallback_ids("F世\xff".encode() + b"\xe4"), THE, *fallback_ids("世".encode()), A], "F世\xff\ufffd the世a"),
+        ([A], fallback_ids(b"F\xff\xfe"), "F\ufffd\ufffd"),
+        (fallback_ids("世".encode()), [*fallback_ids(b"\xff"), A], "\ufffda"),
+        (fallback_ids("世".encode()), fallback_ids(b"\xff"), "\ufffd"),
+        (fallback_ids("世".encode()), fallback_ids(b"F\xff"), "F\ufffd"),
+        ([A], [A, *fallback_ids(b"\xe4\xb8")], "a\ufffd\ufffd"),
+        ([A], [THE, A], " thea"),
+        ([], [THE, A], "thea"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_bytes_that_do_not_fit_together_take_nothing_back(prompt, token_ids, expected):
+    seen, _ = run(TextStream(FALLBACK, prompt), token_ids)
+    assert_only_grows(seen)
+    assert seen[-1] == expected
+
+
+@given(
+    st.lists(st.sampled_from([*fallback_ids("世F\xff".encode()), *range(257, 261)]), max_size=12)
+)
+@settings(max_examples=300, deadline=None)
+def test_any_run_of_bytes_gives_a_text_that_only_grows(token_ids):
+    seen, _ = run(TextStream(FALLBACK, [A]), token_ids)
+    assert_only_grows(seen)
+    for token in (THE, A):
+        assert seen[-1].count("the" if token == THE else "a") == token_ids.count(token)
+
+
+def test_a_stop_string_that_came_too_early_is_not_held_back():
+    stream = TextStream(BYTES, [], ("ab", "abcd"), min_tokens=2)
+    seen, stop = run(stream, byte_ids(b"xab!"))
+    assert (seen, stop) == (["x"] * 5, "ab")
+    seen, stop = run(TextStream(BYTES, [], ("ab",), min_tokens=9), byte_ids(b"xab!"))
+    assert (seen, stop) == (["x", "x", "xab", "xab!", "xab!"], None)
