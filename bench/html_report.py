@@ -39,7 +39,7 @@ def html_report(results: BenchResults, pictures: dict[str, bytes]) -> str:
         f"<h1>Octavo benchmarks</h1><p class=facts>{escape(facts(results))}</p>",
         "<p>Everything in a table was verified against an fp64 computation, then timed in turns. "
         "<b>ratio</b> is the time over Octavo's own choice in the same turns. <b>of ceiling</b> is the share of the copy bandwidth "
-        "or of the matrix product's FLOP/s, whichever is nearer. What a cache kept from the call before counts for all alike.</p>",
+        "or of the matrix product's FLOP/s, whichever is nearer. Where a call can be replayed as a graph, that time counts. On a CPU, what its caches kept from the call before counts for all alike; a GPU's is overwritten.</p>",
         *_pictures(pictures),
         *_tables(results),
         "</body></html>",

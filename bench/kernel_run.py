@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,6 +51,15 @@ class KernelRun:
         """`save` gets what there is after every case. A case that cannot be made, and a plan that is not for it, is a measurement
         with a note. Raises ValueError for what does not fit together, before anything is timed."""
         batches = self._checked()
+        with _current(torch.device(self.device)):
+            return self._measure_all(batches, progress, save)
+
+    def _measure_all(
+        self,
+        batches: list[BatchSpec],
+        progress: Callable[[str], None],
+        save: Callable[[BenchResults], None],
+    ) -> BenchResults:
         ceilings = measure_ceilings(self.device, self.shape.dtype, small=self.small)
         machine = describe_machine(self.device)
         measurements: list[Measurement] = []
@@ -128,6 +138,11 @@ class KernelRun:
             seconds=self.seconds,
         )
         return [*measured, *refused]
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Streams, events and graphs are those of the current device, which need not be the one that was asked for."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def measure_host_cost(num_seqs: int, context: int, steps: int = 200) -> HostCost:

@@ -329,6 +329,42 @@ def test_shares_of_a_sweep_are_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(run) == len(expected) and set(run) == set(expected)
 
 
+def test_a_mode_that_is_wrong_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole generations: transformers has as many rounds as Octavo, and the others go on; the part ends as failed."""
+    from octavo.bench import end_to_end_random, random_engine
+
+    real = random_engine.RandomEngine.generate
+    asked: list[int] = []
+
+    def generate(self, prompts: list[list[int]], max_tokens: int):
+        seconds, outputs = real(self, prompts, max_tokens)
+        asked.append(len(prompts))
+        if len(asked) == 1:
+            outputs = [[(token + 1) % 512 for token in output] for output in outputs]
+        return seconds, outputs
+
+    monkeypatch.setattr(random_engine.RandomEngine, "generate", generate)
+    modes = {
+        "async": {"async_scheduling": True},
+        "plain": {},
+        end_to_end_random._TRANSFORMERS: None,
+    }
+    monkeypatch.setattr(end_to_end_random, "_MODES", modes)
+    path = tmp_path / "end_to_end.json"
+    with pytest.raises(SystemExit) as caught:
+        end_to_end_random.run(path, "cpu", True)
+    assert caught.value.code == 1
+    assert "async: Traceback" in (said := capsys.readouterr().out) and "WrongResult" in said
+    found = msgspec.json.decode(path.read_bytes(), type=GenerationResults)
+    assert [(each.mode, each.num_requests) for each in found.rows] == [
+        (mode, count) for mode in ("plain", end_to_end_random._TRANSFORMERS) for count in (1, 4)
+    ]
+    assert all(each.tokens_per_s > 0 for each in found.rows)
+    assert asked == [4, 4, 1, 1, 4, 4]  # two verified, then two rounds of each
+
+
 def test_a_rehearsal_of_the_cheap_parts(tmp_path: Path) -> None:
     """The script itself, from another folder, with a relative place for its results."""
     environment = dict(os.environ, PYTHON=sys.executable)

@@ -237,6 +237,52 @@ def test_a_graph_is_reset_like_the_call(device: _Device) -> None:
     assert "".join(log) == "rc" + "c" + "r"  # looked at, captured, replayed
 
 
+def test_turns_on_a_gpu(device: _Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each sample what was used up is brought back and the cache is overwritten; both are outside of the events. Eager
+    and as a graph take turns; what cannot be captured has no graph, and what fails is out."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("|")
+            self.place = len(log)
+
+        def synchronize(self) -> None:
+            log.append("s")
+
+        def elapsed_time(self, stop: Event) -> float:
+            return (stop.place - self.place) / 1000  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing, "_l2_flush", lambda _: lambda: log.append("f"))
+    device.replayed = lambda: log.append("g")
+
+    def waits() -> None:
+        if device.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        log.append("w")
+
+    calls = {
+        "a": TimedCall(lambda: log.append("a"), lambda: log.append("r")),
+        "waits": TimedCall(waits),
+        "bad": TimedCall(_FailsAt(6)),
+    }
+    failed: list[str] = []
+    timings = time_in_turns(
+        calls, "cuda", seconds=0, min_samples=2, on_error=lambda name, _: failed.append(name)
+    )
+    assert "".join(log).startswith("rf|a|s" * 3 + "ra" + "a" + "r" + "g" + "f|w|s" * 3 + "f||s" * 3)
+    first, second = ("rf|a|s" + "rf|g|s" + "f|w|s" + rest for rest in ("f|", ""))
+    assert "".join(log).endswith(first + second)
+    assert failed == ["bad"] and list(timings) == ["a", "waits"]
+    assert timings["a"].graph_us == 2 and timings["a"].median_us == 2
+    assert timings["waits"].graph_us is None
+    assert all(each.host_us is not None and each.num_samples == 2 for each in timings.values())
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     """Eager, as a graph and the host's part; a call that waits has no graph and harms neither the next capture nor random
