@@ -92,11 +92,14 @@ class KernelRun:
             raise ValueError(
                 f"op: expected paged_attention with a plan, a sweep or a trace, got {', '.join(self.ops)}"
             )
-        return [BatchSpec.parse(text) for text in self.batches]
+        names = [peer.name for peer in self.peers]
+        if len(set(names)) < len(names):  # their rows could not be told apart
+            raise ValueError(f"peer: expected each once, got {', '.join(names)}")
+        return list(dict.fromkeys(BatchSpec.parse(text) for text in self.batches))
 
     def _cases(self, batches: list[BatchSpec]) -> Iterator[KernelCase | Measurement]:
         if self.trace is None:
-            for op in self.ops:
+            for op in dict.fromkeys(self.ops):
                 for batch in batches:
                     yield self._case(op, str(batch), lambda op=op, batch=batch: make_case(op, batch, self.shape, self.device))  # fmt: skip
             return

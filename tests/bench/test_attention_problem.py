@@ -169,7 +169,7 @@ def test_more_than_the_memory_is_refused_before_it_is_asked_for() -> None:
     ):
         problem_of("q1s2097151k", AttentionShape(32, 8, 128))
     with pytest.raises(ValueError, match="batch: expected one that fits"):  # of its tables
-        problem_of("1000000q1_q1000000", replace(SMALL, block_size=1))
+        problem_of("99999q1_q1000000", replace(SMALL, block_size=1))
 
 
 # ---------------------------------------------------------------- what is right passes

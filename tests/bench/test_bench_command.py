@@ -96,6 +96,15 @@ def test_odd_shapes(options: tuple[str, ...]) -> None:
     assert "wrong" not in done.output and "failed" not in done.output
 
 
+def test_what_is_asked_for_twice_is_measured_once(tmp_path: Path) -> None:
+    """`8q1s1k` and `8q1s1024` are one batch."""
+    batches = ("--batch", "q1s1k", "--batch", "1q1s1024", "--batch", "q9_q1", "--batch", "q1_q9")
+    done = bench(*batches, "--op", "rms_norm", "--op", "rms_norm", "--json", tmp_path / "a.json")
+    assert done.exit_code == 0, done.output
+    keys = [each.key for each in read_results(tmp_path / "a.json").measurements]
+    assert len(keys) == len(set(keys)) == 4
+
+
 def test_piped_output_is_not_folded(tmp_path: Path) -> None:
     done = bench("--batch", "2q1s40", "--peer", "flashinfer", "--json", tmp_path / "a.json")
     *_, missing = read_results(tmp_path / "a.json").measurements
@@ -222,6 +231,7 @@ def test_octavo_out_of_memory_is_a_note_and_exit_code_1(tmp_path: Path, monkeypa
         (["--window", "0"], "window: expected"),
         (["--softcap", "0"], "softcap: expected"),
         (["--softcap", "nan"], "softcap: expected"),
+        (["--peer", "sdpa", "--peer", "sdpa"], "peer: expected each once, got sdpa, sdpa"),
         (["--peer", "nobody"], "peer: expected one of"),
         (["--peer", "sdpa=/tmp"], "peer: sdpa is part of torch"),
         (["--device", "tpu"], "device: expected"),
@@ -270,14 +280,14 @@ def _started(*arguments: object, **environment: str) -> subprocess.Popen:
 def test_plans_by_the_interpreter(tmp_path: Path) -> None:
     """A plan of the decode kernel is not one of a prompt, nor of a batch of both: that is a note, not silence."""
     found = tmp_path / "a.json"
-    batches = [part for text in ("2q1s40", "q2", "q3_q1s5") for part in ("--batch", text)]
-    process = _started(*batches, "--plan", "num_splits=2,num_warps=2", "--peer", "sdpa", "--json", found, OCTAVO_BACKEND="interpret")  # fmt: skip
+    batches = [part for text in ("2q1s20", "q2", "q3_q1s5") for part in ("--batch", text)]
+    process = _started(*batches, "--heads", "1/1", "--plan", "num_splits=2,num_warps=2", "--peer", "sdpa", "--json", found, OCTAVO_BACKEND="interpret")  # fmt: skip
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, output + errors
     rows = {(each.batch, each.plan): each for each in read_results(found).measurements if each.implementation == "octavo"}  # fmt: skip
-    planned = next(each for (batch, plan), each in rows.items() if batch == "2q1s40" and plan)
+    planned = next(each for (batch, plan), each in rows.items() if batch == "2q1s20" and plan)
     assert planned.plan and planned.best_us and "num_splits=2" in planned.plan
-    assert rows["2q1s40", None].chosen_plan
+    assert rows["2q1s20", None].chosen_plan
     for batch in ("q2", "q1s5_q3"):
         (refused,) = (each for (name, plan), each in rows.items() if name == batch and plan)
         assert refused.best_us is None and (refused.note or "").startswith("not measured: ")
