@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from ..kernels import paged_attention
 from .batch_specs import BatchSpec
+from .block_tables import compacted_tables, num_blocks, scattered_tables
+from .machine import free_bytes
 
 Tensor = torch.Tensor
 
@@ -229,9 +229,9 @@ def make_problem(
     """
     _check_memory(batch, shape, device)
     if tables is None:
-        tables = scattered_tables(batch, shape, seed)
+        tables = scattered_tables(batch, shape.block_size, seed)
     else:
-        tables = _compacted(tables.cpu(), batch, shape)
+        tables = compacted_tables(tables.cpu(), batch, shape.block_size)
     starts = torch.tensor([0, *itertools.accumulate(batch.query_lens)], dtype=torch.int32)
     on_device = torch.Generator(device).manual_seed(seed)
 
@@ -260,56 +260,17 @@ def make_problem(
     )
 
 
-def _num_blocks(batch: BatchSpec, shape: AttentionShape) -> list[int]:
-    """Of each sequence."""
-    return [-(-length // shape.block_size) for length in batch.seq_lens]
-
-
-def scattered_tables(batch: BatchSpec, shape: AttentionShape, seed: int = 0) -> Tensor:
-    """Block ids from 1 on in random order; block 0 is never allocated."""
-    counts = _num_blocks(batch, shape)
-    generator = torch.Generator().manual_seed(seed)
-    ids = 1 + torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
-    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True)):
-        tables[row, :count] = ids[end - count : end]
-    return tables
-
-
-def _compacted(tables: Tensor, batch: BatchSpec, shape: AttentionShape) -> Tensor:
-    """The same order and the same sharing of blocks, without ids that nobody names: a cache as large as the recorded one is not
-    needed. What is past a sequence's blocks may be anything in a launch; here it is 0, the null block."""
-    counts = _num_blocks(batch, shape)
-    tables = tables[:, : max(counts)].clone()
-    tables[torch.arange(max(counts)) >= torch.tensor(counts)[:, None]] = 0
-    _, ranks = torch.cat([tables.new_zeros(1), tables.flatten()]).unique(return_inverse=True)
-    return ranks[1:].view_as(tables).to(torch.int32)
-
-
 def _check_memory(batch: BatchSpec, shape: AttentionShape, device: torch.device | str) -> None:
     """Of the cache and the queries, as they are made: in fp32, then in their dtype."""
-    counts = _num_blocks(batch, shape)
+    counts = num_blocks(batch, shape.block_size)
     cached = sum(counts) * shape.block_size * shape.num_kv_heads * shape.head_size
     fed = batch.num_tokens * shape.num_q_heads * shape.head_size
     needed = 2 * cached * (4 + shape.stored_dtype.itemsize) + fed * (4 + shape.dtype.itemsize)
     needed += 4 * len(counts) * max(counts)
-    if needed > (free := _free_bytes(torch.device(device))):
+    if needed > (free := free_bytes(torch.device(device))):
         raise ValueError(
             f"batch: expected one that fits into {free / 2**30:.1f} GiB of free memory, got {needed / 2**30:.1f} GiB for {batch}"
         )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _with_edges(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ... import kernels
-from ..attention_problem import AttentionProblem, AttentionShape, make_problem, scattered_tables
+from ..attention_problem import AttentionProblem, AttentionShape, make_problem
 from ..batch_specs import BatchSpec
+from ..block_tables import scattered_tables
 from ..timing import TimedCall
 from .case import KernelCase, relative_error
 
@@ -37,7 +38,7 @@ def cascade_attention(batch: BatchSpec, shape: AttentionShape, device: torch.dev
         raise ValueError(
             f"batch: expected two sequences or more, with contexts of two blocks or more, got {batch}"
         )
-    tables = scattered_tables(batch, shape)
+    tables = scattered_tables(batch, shape.block_size)
     tables[:, :num_shared] = tables[0, :num_shared].clone()
     prefix_len = num_shared * shape.block_size
     problem = make_problem(batch, shape, device, tables=tables, edges=(prefix_len - 1, prefix_len))
