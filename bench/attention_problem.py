@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 
 from ..kernels import paged_attention
 from .batch_specs import BatchSpec
+from .block_tables import compacted_tables, num_blocks, scattered_tables
+from .machine import free_bytes
 
 Tensor = torch.Tensor
 
@@ -52,6 +56,8 @@ class AttentionShape:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {self.dtype}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window: expected at least 1, got {self.window}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap: expected a number above 0, got {self.softcap}")
 
     def __str__(self) -> str:
         parts = [f"{self.num_q_heads}/{self.num_kv_heads}", f"d{self.head_size}"]
@@ -98,17 +104,23 @@ class AttentionProblem:
         rows = zip(self.batch.query_lens, self.batch.seq_lens, strict=True)
         return sum(_visible_pairs(query, seq, self.shape.window) for query, seq in rows)
 
-    @property
+    @cached_property
     def bytes_moved(self) -> int:
-        """At the least: K and V that some query sees once per KV head, q read and the output written once, tables."""
-        shape, batch = self.shape, self.batch
-        tokens = sum(
-            seq if shape.window is None else min(seq, query + shape.window - 1)
-            for query, seq in zip(batch.query_lens, batch.seq_lens, strict=True)
-        )
-        cached = 2 * tokens * shape.num_kv_heads * shape.head_size * shape.stored_dtype.itemsize
-        fed = 2 * batch.num_tokens * shape.num_q_heads * shape.head_size * shape.dtype.itemsize
-        return cached + fed + 4 * -(-tokens // shape.block_size)
+        """At the least: a slot whose K and V some query sees once, though sequences share it; q read and the output written
+        once; a table entry for each block that a sequence sees."""
+        shape, size = self.shape, self.shape.block_size
+        rows = zip(self.batch.query_lens, self.batch.seq_lens, self.block_tables.cpu(), strict=True)
+        slots, num_entries = [], 0
+        for query, length, table in rows:
+            first = 0 if shape.window is None else max(0, length - query - shape.window + 1)
+            entries = table[first // size : -(-length // size)].long()
+            num_entries += len(entries)
+            of_blocks = entries[:, None] * size + torch.arange(size)
+            slots.append(of_blocks.flatten()[first % size :][: length - first])
+        num_slots = torch.cat(slots).unique().numel()
+        cached = 2 * num_slots * shape.num_kv_heads * shape.head_size * shape.stored_dtype.itemsize
+        fed = 2 * self.q.numel() * shape.dtype.itemsize
+        return cached + fed + 4 * num_entries
 
     @property
     def flops(self) -> int:
@@ -127,9 +139,9 @@ class AttentionProblem:
         )  # fmt: skip
         return keys.reshape(shape)[:length], values.reshape(shape)[:length]
 
-    def run(self, plan: object | None = None) -> Tensor:
+    def run(self, plan: Any = None) -> Tensor:
         """Octavo's result, [T, Hq, D]."""
-        return paged_attention(
+        out = paged_attention(
             self.q,
             self.k_cache,
             self.v_cache,
@@ -142,8 +154,9 @@ class AttentionProblem:
             window=self.shape.window,
             softcap=self.shape.softcap,
             num_decodes=self.batch.num_decodes,
-            **({} if plan is None else {"plan": plan}),
+            plan=plan,
         )
+        return cast(Tensor, out)  # without return_lse
 
     def expected(self, seq: int, queries: list[int]) -> Tensor:
         """What attention is for some new tokens of a sequence, in fp64: [len(queries), Hq, D].
@@ -155,12 +168,11 @@ class AttentionProblem:
         positions = (
             torch.tensor(queries, device=self.q.device) + length - self.batch.query_lens[seq]
         )
-        keys, values = (
-            x.to(torch.float64).repeat_interleave(shape.num_q_heads // shape.num_kv_heads, dim=1)
-            for x in self.gathered(seq)
-        )
+        keys, values = (x.to(torch.float64) for x in self.gathered(seq))
         q = self.q[first + torch.tensor(queries, device=self.q.device)].double()
-        scores = torch.einsum("thd,khd->htk", q, keys) * self.scale
+        # query heads that share a KV head are neighbours
+        q = q.unflatten(1, (shape.num_kv_heads, -1))
+        scores = torch.einsum("thgd,khd->hgtk", q, keys) * self.scale
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
         key = torch.arange(length, device=self.q.device)
@@ -168,7 +180,17 @@ class AttentionProblem:
         if shape.window is not None:
             hidden |= key <= positions[:, None] - shape.window
         weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
-        return torch.einsum("htk,khd->thd", weights, values)
+        return torch.einsum("hgtk,khd->thgd", weights, values).flatten(1, 2)
+
+    @cached_property
+    def _exact(self) -> list[tuple[list[int], Tensor]]:
+        """For each sequence the new tokens that are looked at, and `expected` of them: one computation for all that are verified."""
+        exact = []
+        for seq, query_len in enumerate(self.batch.query_lens):
+            count = min(query_len, _MOST_VERIFIED)
+            queries = sorted({(query_len - 1) * i // max(1, count - 1) for i in range(count)})
+            exact.append((queries, self.expected(seq, queries)))
+        return exact
 
     def verify(self, out: Tensor) -> float:
         """The largest relative error of a result [T, Hq, D], over all sequences and up to eight new tokens of each.
@@ -178,13 +200,10 @@ class AttentionProblem:
         expected_shape = tuple(self.q.shape)
         if tuple(out.shape) != expected_shape:
             raise WrongResult(f"out: expected shape {expected_shape}, got {tuple(out.shape)}")
-        worst = 0.0
-        for seq, query_len in enumerate(self.batch.query_lens):
-            count = min(query_len, _MOST_VERIFIED)
-            queries = sorted({(query_len - 1) * i // max(1, count - 1) for i in range(count)})
-            exact = self.expected(seq, queries)
-            first = int(self.query_start_loc[seq])
+        worst, first = 0.0, 0
+        for query_len, (queries, exact) in zip(self.batch.query_lens, self._exact, strict=True):
             got = out[first + torch.tensor(queries, device=out.device)].double()
+            first += query_len
             error = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
             worst = max(worst, float(error.nan_to_num(nan=math.inf).max()))
         if not worst <= TOLERANCES[self.shape.dtype]:
@@ -200,16 +219,19 @@ def make_problem(
     device: torch.device | str = "cpu",
     *,
     tables: Tensor | None = None,
+    edges: Sequence[int] = (),
     seed: int = 0,
 ) -> AttentionProblem:
-    """A problem of random numbers. `tables` int32 [S, W] are a recorded step's; by default blocks lie in random order."""
-    counts = [-(-length // shape.block_size) for length in batch.seq_lens]
+    """A problem of random numbers. `tables` int32 [S, W] are a recorded step's, sequences may share blocks in them; by default
+    blocks lie in random order. `edges`: positions at which a token lost must be seen, besides the usual ones.
+
+    Raises ValueError for a batch that is too large for the memory that is free.
+    """
+    _check_memory(batch, shape, device)
     if tables is None:
-        tables = _scattered(counts, seed)
+        tables = scattered_tables(batch, shape.block_size, seed)
     else:
-        # what is past a sequence's blocks may be anything in a launch; here it is 0
-        tables = tables[:, : max(counts)].cpu().clone()
-        tables[torch.arange(max(counts)) >= torch.tensor(counts)[:, None]] = 0
+        tables = compacted_tables(tables.cpu(), batch, shape.block_size)
     starts = torch.tensor([0, *itertools.accumulate(batch.query_lens)], dtype=torch.int32)
     on_device = torch.Generator(device).manual_seed(seed)
 
@@ -218,12 +240,14 @@ def make_problem(
 
     cache_shape = (int(tables.max()) + 1, shape.block_size, shape.num_kv_heads, shape.head_size)
     keys, values = random(*cache_shape), random(*cache_shape)
-    _with_edges(values, batch, tables, shape)
+    _with_edges(values, batch, tables, shape, edges)
     queries = random(batch.num_tokens, shape.num_q_heads, shape.head_size)
     if shape.softcap is not None:
-        queries *= (
-            shape.softcap / 8
-        )  # scores of so many deviations: where the cap bends them, and a call without it is seen
+        # half of the heads have scores so large that the cap bends them, and a call without it is seen; the other half see
+        # every token, those at the edges too, which a softmax of large scores would hide
+        queries.view(-1, shape.head_size)[(batch.num_tokens * shape.num_q_heads > 1) :: 2] *= max(
+            1.0, shape.softcap / 8
+        )
     return AttentionProblem(
         batch,
         shape,
@@ -236,23 +260,28 @@ def make_problem(
     )
 
 
-def _scattered(counts: list[int], seed: int) -> Tensor:
-    """Block ids from 1 on in random order, so many for each sequence; block 0 is never allocated."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = 1 + torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
-    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True)):
-        tables[row, :count] = ids[end - count : end]
-    return tables
+def _check_memory(batch: BatchSpec, shape: AttentionShape, device: torch.device | str) -> None:
+    """Of the cache and the queries, as they are made: in fp32, then in their dtype."""
+    counts = num_blocks(batch, shape.block_size)
+    cached = sum(counts) * shape.block_size * shape.num_kv_heads * shape.head_size
+    fed = batch.num_tokens * shape.num_q_heads * shape.head_size
+    needed = 2 * cached * (4 + shape.stored_dtype.itemsize) + fed * (4 + shape.dtype.itemsize)
+    needed += 4 * len(counts) * max(counts)
+    if needed > (free := free_bytes(torch.device(device))):
+        raise ValueError(
+            f"batch: expected one that fits into {free / 2**30:.1f} GiB of free memory, got {needed / 2**30:.1f} GiB for {batch}"
+        )
 
 
-def _with_edges(values: Tensor, batch: BatchSpec, tables: Tensor, shape: AttentionShape) -> None:
+def _with_edges(
+    values: Tensor, batch: BatchSpec, tables: Tensor, shape: AttentionShape, more: Sequence[int]
+) -> None:
     """Make the tokens at the edges of what each query sees count: a mean over n values has length 1 / sqrt(n) of theirs, so a
     token of the usual size would be lost in a result's rounding."""
     factors: dict[tuple[int, int], float] = {}  # by slot: sequences may share blocks
     for seq, (query_len, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         positions = length - query_len, length - 1
-        edges = {0, *positions}
+        edges = {0, *positions, *more}
         if shape.window is not None:
             edges |= {max(0, p - shape.window + side) for p in positions for side in (0, 1)}
         for edge in edges:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from .results import BenchResults, Measurement
+from .tables import shorter
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,15 @@ def differences_of_machines(old: BenchResults, new: BenchResults) -> list[str]:
 
 def changes_table(listed: list[Change], tolerance: float) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("op", "batch", "shape", "implementation", "old us", "new us", "new / old", ""):
-        table.add_column(name, justify="right" if "us" in name or "/" in name else "left")
+    for name in ("case", "implementation", "old us", "new us", "new / old", ""):
+        is_figure = "us" in name or "/" in name
+        table.add_column(name, justify="right" if is_figure else "left", overflow="fold", no_wrap=is_figure or not name)  # fmt: skip
     for change in listed:
         row = change.new or change.old
         assert row is not None
         name = row.implementation + (f" {row.plan}" if row.plan else "")
-        table.add_row(
-            row.op,
-            row.batch,
-            row.shape,
+        cells = (
+            f"{row.op} {shorter(row.batch)} {row.shape}",
             name,
             *(
                 "-" if each is None or each.best_us is None else f"{each.best_us:.1f}"
@@ -73,6 +74,7 @@ def changes_table(listed: list[Change], tolerance: float) -> Table:
             "" if change.ratio is None else f"{change.ratio:.2f}",
             _verdict(change, tolerance),
         )
+        table.add_row(*map(Text, cells))
     return table
 
 

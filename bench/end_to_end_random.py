@@ -3,74 +3,79 @@ the host, and transformers over the same weights beside it."""
 
 from __future__ import annotations
 
-import statistics
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
-from .machine import Machine, describe_machine
-from .random_engine import LLAMA_3_8B, SMALL, RandomEngine
+from .generation_results import GenerationResults, GenerationRow
+from .machine import describe_machine
+from .random_engine import LLAMA_3_8B, SMALL, RandomEngine, random_llama
+from .results import write_whole
 
-_MODES = {
-    "plain": {},
-    "async": {"async_scheduling": True},
-    "graphs": {"decode_graphs": True},
+_TRANSFORMERS = "transformers, static batch"
+# in the order of what one wants to know first: a run may be stopped at its limit
+_MODES: dict[str, dict[str, Any] | None] = {
     "async+graphs": {"async_scheduling": True, "decode_graphs": True},
+    "plain": {},
+    _TRANSFORMERS: None,
+    "graphs": {"decode_graphs": True},
+    "async": {"async_scheduling": True},
 }
-
-
-class GenerationRow(msgspec.Struct, frozen=True):
-    """Tokens per second count new tokens alone; the prompts are computed in the same time."""
-
-    num_requests: int
-    prompt_len: int
-    output_len: int
-    mode: str
-    tokens_per_s: float
-    behind: float | None = (
-        None  # largest distance of a chosen token's logit from transformers' best, in deviations
-    )
-
-
-class GenerationResults(msgspec.Struct, frozen=True):
-    machine: Machine
-    model: str
-    rows: list[GenerationRow]
+_LONG = 256  # requests that take seconds: one round of them is enough, of fewer the faster of two counts
 
 
 def run(path: Path, device: str, dry_run: bool) -> None:
-    """Each mode is verified on a few prompts before it is timed. Saves after every row."""
+    """Each mode is verified on a few prompts before it is timed. Saves after every row. A mode that is wrong or fails has no
+    rows, and the process ends with 1 when all have had their turn."""
     shape, dtype = (SMALL, torch.float32) if dry_run else (LLAMA_3_8B, torch.bfloat16)
-    counts, prompt_len, output_len = ((1, 4), 24, 8) if dry_run else ((1, 32, 256), 512, 128)
+    counts, prompt_len, output_len = ((1, 4), 24, 8) if dry_run else ((1, 32, _LONG), 512, 128)
+    prompts = _prompts(max(counts), prompt_len, shape.vocab_size)
     rows: list[GenerationRow] = []
-    model = reference = None
-    for mode, options in _MODES.items():
-        engine = RandomEngine(
-            shape,
-            device,
-            dtype,
-            max_num_seqs=max(counts),
-            max_model_len=prompt_len + output_len,
-            model=model,
-            **options,
-        )
-        model, reference = engine.model, engine
-        prompts = _prompts(max(counts), prompt_len, shape.vocab_size)
-        _, outputs = engine.generate(prompts[:4], min(8, output_len))
-        behind = engine.verify(prompts[:4], outputs)
-        for count in counts:
-            rounds = [engine.generate(prompts[:count], output_len)[0] for _ in range(2)]
-            speed = count * output_len / statistics.median_low(rounds)
-            rows.append(GenerationRow(count, prompt_len, output_len, mode, speed, behind))
-            _save(path, device, str(shape), rows)
-        del engine
-    assert reference is not None
-    for count in counts[:2]:
-        speed = _transformers_speed(reference, _prompts(count, prompt_len, shape.vocab_size), output_len)  # fmt: skip
-        rows.append(GenerationRow(count, prompt_len, output_len, "transformers, static batch", speed))  # fmt: skip
+
+    def add(count: int, mode: str, seconds: list[float], behind: float | None = None) -> None:
+        speed = count * output_len / min(seconds)
+        rows.append(GenerationRow(count, prompt_len, output_len, mode, speed, behind))
         _save(path, device, str(shape), rows)
+
+    def engine(**options: Any) -> RandomEngine:
+        longest = prompt_len + output_len
+        return RandomEngine(
+            shape, device, dtype, max_num_seqs=max(counts), max_model_len=longest, model=model, **options
+        )  # fmt: skip
+
+    def measure(mode: str, options: dict[str, Any] | None) -> None:
+        """Its engine, with a cache of tens of gigabytes, is gone before the next is made."""
+        if options is None:
+            reference = engine()
+            for count in counts[:2]:
+                add(count, mode, _transformers_seconds(reference, prompts[:count], output_len))
+            return
+        own = engine(**options)
+        _, outputs = own.generate(prompts[:4], min(8, output_len))
+        behind = own.verify(prompts[:4], outputs)
+        for count in counts:
+            rounds = range(_num_rounds(count))
+            seconds = [own.generate(prompts[:count], output_len)[0] for _ in rounds]
+            add(count, mode, seconds, behind)
+
+    model = random_llama(shape, device, dtype, prompt_len + output_len)
+    failed = False
+    for mode, options in _MODES.items():
+        try:
+            measure(mode, options)
+        except Exception:
+            print(f"{mode}: {traceback.format_exc()}", flush=True)
+            failed = True
+    if failed:
+        raise SystemExit(1)
+
+
+def _num_rounds(num_requests: int) -> int:
+    return 1 if num_requests >= _LONG else 2
 
 
 def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -79,7 +84,10 @@ def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _transformers_speed(engine: RandomEngine, prompts: list[list[int]], tokens: int) -> float:
+def _transformers_seconds(
+    engine: RandomEngine, prompts: list[list[int]], tokens: int
+) -> list[float]:
+    """Of each round."""
     reference = engine.reference()
     device = next(engine.model.parameters()).device
     ids = torch.tensor(prompts, device=device)
@@ -90,13 +98,15 @@ def _transformers_speed(engine: RandomEngine, prompts: list[list[int]], tokens: 
         "eos_token_id": None,
     }
     reference.generate(ids, max_new_tokens=2, **options)
-    started = time.perf_counter()
-    out = reference.generate(ids, max_new_tokens=tokens, **options)
-    out.cpu()
-    assert out.shape[1] == ids.shape[1] + tokens
-    return ids.shape[0] * tokens / (time.perf_counter() - started)
+    rounds = []
+    for _ in range(_num_rounds(len(prompts))):
+        started = time.perf_counter()
+        out = reference.generate(ids, max_new_tokens=tokens, **options).cpu()
+        rounds.append(time.perf_counter() - started)
+        assert out.shape[1] == ids.shape[1] + tokens
+    return rounds
 
 
 def _save(path: Path, device: str, model: str, rows: list[GenerationRow]) -> None:
     results = GenerationResults(describe_machine(device), model, rows)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+    write_whole(path, msgspec.json.format(msgspec.json.encode(results)))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from .end_to_end_random import GenerationResults
+from .generation_results import GenerationResults
 from .results import BenchResults, Measurement, read_results
 from .tables import facts, markdown
 
 BUDGETS = Path(__file__).parent / "gpu_budgets.toml"
 
 
-class Budget(msgspec.Struct, frozen=True):
-    """What a measurement of Octavo's own choice must reach. One of the last three is given."""
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a measurement of Octavo's own choice must reach. One of the last three is given, or ValueError."""
 
     op: str
     batch: str
@@ -23,6 +23,13 @@ class Budget(msgspec.Struct, frozen=True):
     bytes_per_s: float | None = None
     flops_per_s: float | None = None
     at_most_us: float | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.bytes_per_s, self.flops_per_s, self.at_most_us)
+        if sum(each is not None for each in given) != 1:
+            raise ValueError(
+                f"budget: expected one of bytes_per_s, flops_per_s and at_most_us, got {given}"
+            )
 
     def share_of(self, row: Measurement) -> float | None:
         """How much of the budget was reached, 1 and more is met; None where it was not measured."""
@@ -53,7 +60,7 @@ def judge_budgets(rows: list[Measurement], budgets: dict[str, Budget]) -> dict[s
         verdicts[name] = (
             "not measured"
             if share is None
-            else f"{'met' if share >= 1 else 'MISSED'}: {share:.2f} of it"
+            else f"{'met' if share >= 1 else 'MISSED'}: {share:.3f} of it"
         )
     return verdicts
 
@@ -77,12 +84,15 @@ def regrets(rows: list[Measurement]) -> list[tuple[str, str, str, float]]:
 
 
 def sections(results: Path) -> list[str]:
-    """Of every file that is there."""
+    """Of every file that is there; of one that cannot be read, why."""
     runs: dict[str, BenchResults] = {}
+    lines: list[str] = []
     for name in ("machine", "kernels", "ops", "sweep", "host_step"):
         if (path := results / f"{name}.json").exists():
-            runs[name] = read_results(path)
-    lines: list[str] = []
+            try:
+                runs[name] = read_results(path)
+            except ValueError as error:
+                lines += [str(error), ""]
     if runs:
         lines += ["```", facts(next(iter(runs.values()))), "```", ""]
     rows = [row for name in ("kernels", "ops") if name in runs for row in runs[name].measurements]
@@ -110,7 +120,10 @@ def sections(results: Path) -> list[str]:
 def _generation(path: Path) -> list[str]:
     if not path.exists():
         return []
-    found = msgspec.json.decode(path.read_bytes(), type=GenerationResults)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=GenerationResults)
+    except msgspec.DecodeError as error:
+        return [f"{path}: {error}", ""]
     lines = ["## End to end", "", found.model, "", "| requests | prompt | new tokens | mode | tokens/s |", "|---|---|---|---|---|"]  # fmt: skip
     lines += [
         f"| {row.num_requests} | {row.prompt_len} | {row.output_len} | {row.mode} | {row.tokens_per_s:.0f} |"

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 
 from .results import BenchResults
-from .tables import COLUMNS, case_cells, facts
+from .tables import COLUMNS, case_cells, facts, shorter
 
 _CAPTIONS = {
     "roofline": "What each case reached, under the roof of this machine's own copy and matrix product.",
@@ -39,7 +39,7 @@ def html_report(results: BenchResults, pictures: dict[str, bytes]) -> str:
         f"<h1>Octavo benchmarks</h1><p class=facts>{escape(facts(results))}</p>",
         "<p>Everything in a table was verified against an fp64 computation, then timed in turns. "
         "<b>ratio</b> is the time over Octavo's own choice in the same turns. <b>of ceiling</b> is the share of the copy bandwidth "
-        "or of the matrix product's FLOP/s, whichever is nearer. What a cache kept from the call before counts for all alike.</p>",
+        "or of the matrix product's FLOP/s, whichever is nearer. Where a call can be replayed as a graph, that time counts. On a CPU, what its caches kept from the call before counts for all alike; a GPU's is overwritten.</p>",
         *_pictures(pictures),
         *_tables(results),
         "</body></html>",
@@ -59,13 +59,15 @@ def _tables(results: BenchResults) -> list[str]:
     parts = []
     for (op, batch, shape), group in groupby(results.measurements, key=lambda row: row.key[:3]):
         rows = list(group)
-        parts.append(f"<h2>{escape(op)} &nbsp; {escape(batch)} &nbsp; {escape(shape)}</h2>")
+        parts.append(
+            f"<h2 title='{escape(batch)}'>{escape(op)} &nbsp; {escape(shorter(batch))} &nbsp; {escape(shape)}</h2>"
+        )
         parts.append("<div class=wide><table><tr>" + "".join(f"<th>{name}</th>" for name in COLUMNS) + "</tr>")  # fmt: skip
         for row, cells in zip(rows, case_cells(rows, results), strict=True):
-            if row.note is not None:
+            if row.median_us is None:
                 parts.append(f"<tr><td class=note colspan={len(COLUMNS)}>{escape(cells[0])}</td></tr>")  # fmt: skip
                 continue
-            own = " class=own" if row.implementation == "octavo" and row.plan is None else ""
+            own = " class=own" if row.is_own_choice else ""
             parts.append(f"<tr{own}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")  # fmt: skip
         parts.append("</table></div>")
     if results.host_costs:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -29,8 +30,12 @@ class Machine(msgspec.Struct, frozen=True):
 class Ceilings(msgspec.Struct, frozen=True):
     """The most that plain torch reaches here, in one run with what is compared with it."""
 
-    copy_bytes_per_s: float  # read and written, of a copy within the device
-    matmul_flops_per_s: float  # of a square matrix product in `dtype`
+    copy_bytes_per_s: Annotated[
+        float, msgspec.Meta(gt=0)
+    ]  # read and written, of a copy within the device
+    matmul_flops_per_s: Annotated[
+        float, msgspec.Meta(gt=0)
+    ]  # of a square matrix product in `dtype`
     dtype: str
 
 
@@ -74,6 +79,20 @@ def measure_ceilings(
         matmul_flops_per_s=2 * size**3 / timings["matmul"].low_us * 1e6,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had there, of what this process keeps for later, too."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@
 # is left out. Each part has a time limit and a file of its own: run again, what is done is not repeated. --dry-run rehearses all of it
 # on a CPU with small shapes.
 set -uo pipefail
+from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # the repository is the package: make it importable under its name without installing anything
@@ -15,5 +16,9 @@ trap 'rm -rf "$importable"' EXIT
 ln -s "$PWD" "$importable/octavo"
 export PYTHONPATH="$importable${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then results=$1; shift; else results=${OUT:-bench/results/on_gpu}; fi
-"${PYTHON:-python3}" -m octavo.bench.on_gpu "$results" "$@"
+default=bench/results/on_gpu
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then results=$1; shift; else results=${OUT:-$default}; fi
+case $results in /*) ;; *) [ "$results" = "$default" ] || results=$from/$results ;; esac
+"${PYTHON:-python3}" -m octavo.bench.on_gpu "$results" "$@" &
+trap 'kill -TERM $! 2>/dev/null' INT TERM # and the part that runs with it
+wait $! || { code=$?; wait $! 2>/dev/null; exit $code; }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 
 from ..kernels._checks import has_warpgroup_mma, multiprocessors, warp_size
@@ -25,6 +26,7 @@ _PREFILL_GRID = {
 }
 _SPLIT_FACTORS = (0.25, 0.5, 1, 2, 4)
 _MOST_SPLITS = 128
+_PART = re.compile(r"([a-z_]+)=([0-9]{1,6})")
 
 
 def chosen_plan(problem: AttentionProblem) -> Plan:
@@ -65,7 +67,7 @@ def plan_grid(problem: AttentionProblem) -> list[Plan]:
         group = problem.shape.num_q_heads // problem.shape.num_kv_heads
         grid: dict[str, Sequence[int]] = {
             **_PREFILL_GRID,
-            "rows": [rows for rows in _PREFILL_GRID["rows"] if rows >= group],
+            "rows": [rows for rows in _PREFILL_GRID["rows"] if rows >= group] or [chosen.rows],
         }
     else:
         longest = max(problem.batch.seq_lens)
@@ -82,16 +84,33 @@ def plan_grid(problem: AttentionProblem) -> list[Plan]:
 def parse_plan(text: str, problem: AttentionProblem) -> Plan:
     """`tile_kv=32,num_warps=2`: the chosen plan with fields replaced. Raises ValueError naming what is not a field of it."""
     chosen = chosen_plan(problem)
-    fields = [field.name for field in dataclasses.fields(chosen)]
+    return dataclasses.replace(chosen, **_changes(text, _names(type(chosen))))
+
+
+def check_plan(text: str) -> None:
+    """Raises ValueError for what is a plan of neither kernel."""
+    names = (_names(DecodePlan), _names(PrefillPlan))
+    changes = _changes(text, tuple(dict.fromkeys([*names[0], *names[1]])))
+    if not any(changes.keys() <= set(each) for each in names):
+        raise ValueError(
+            f"plan: expected names of {', '.join(names[0])} or of {', '.join(names[1])}, got {text!r}"
+        )
+
+
+def _names(plan: type[Plan]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(plan))
+
+
+def _changes(text: str, names: Sequence[str]) -> dict[str, int]:
     changes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in fields or not value.isdecimal() or int(value) < 1:
+        match = _PART.fullmatch(part)
+        if match is None or match[1] not in names or match[1] in changes or int(match[2]) < 1:
             raise ValueError(
-                f"plan: expected NAME=NUMBER with a name of {', '.join(fields)}, got {part!r}"
+                f"plan: expected NAME=NUMBER, each once, with a name of {', '.join(names)}, got {part!r} in {text!r}"
             )
-        changes[name] = int(value)
-    return dataclasses.replace(chosen, **changes)
+        changes[match[1]] = int(match[2])
+    return changes
 
 
 def plan_label(plan: Plan) -> str:

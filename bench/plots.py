@@ -14,10 +14,11 @@ import numpy as np
 
 from .batch_specs import BatchSpec
 from .results import BenchResults, Measurement
+from .tables import shorter
 
 # distinct for eyes that do not tell red from green, too
 _COLOURS = ("#0b6e99", "#d1495b", "#edae49", "#3d5a3e", "#7b5ea7", "#5c5c5c", "#e07a5f", "#81b29a")
-_HEAT_AXES = {"rows": ("rows", "tile_kv"), "num_splits": ("num_splits", "tile_kv")}
+_HEAT_AXES = (("rows", "tile_kv"), ("num_splits", "tile_kv"))
 
 
 def draw_all(results: BenchResults) -> dict[str, bytes]:
@@ -28,12 +29,12 @@ def draw_all(results: BenchResults) -> dict[str, bytes]:
 
 def roofline(results: BenchResults) -> bytes | None:
     """FLOP/s over FLOP/byte: what each case reached under the roof of this machine's own copy and matrix product."""
-    rows = [row for row in results.measurements if row.flops and row.best_us]
+    rows = [row for row in results.measurements if row.flops_per_byte and row.best_us]
     if not rows:
         return None
     figure, axes = _figure("Roofline", "FLOP per byte moved", "FLOP/s")
     ceilings = results.ceilings
-    intensity = np.array([row.flops / row.bytes_moved for row in rows])
+    intensity = np.array([row.flops_per_byte for row in rows])
     low, high = intensity.min() / 3, max(intensity.max() * 3, 10)
     ridge = ceilings.matmul_flops_per_s / ceilings.copy_bytes_per_s
     x = np.geomspace(low, max(high, 2 * ridge), 200)
@@ -48,9 +49,9 @@ def roofline(results: BenchResults) -> bytes | None:
     )
     for colour, (name, group) in zip(_cycle(), _by(rows, lambda row: row.implementation), strict=False):  # fmt: skip
         axes.scatter(
-            [row.flops / row.bytes_moved for row in group],
+            [row.flops_per_byte for row in group],
             [row.flops_per_s for row in group],
-            label=name,
+            label=_untyped(name),
             color=colour,
             s=28,
             zorder=3,
@@ -85,7 +86,7 @@ def latency_by_context(results: BenchResults) -> bytes | None:
             markersize=4,
             color=_COLOURS[names.index(name) % len(_COLOURS)],
             linestyle=("-", "--", ":", "-.")[kinds.index(kind) % 4],
-            label=f"{name}: {kind}",
+            label=_untyped(f"{name}: {kind}"),
         )
     axes.legend(fontsize=7)
     return _png(figure)
@@ -93,7 +94,7 @@ def latency_by_context(results: BenchResults) -> bytes | None:
 
 def plan_heat_map(results: BenchResults) -> bytes | None:
     """The best time for each tile and split, over all other fields of the plan; the chosen plan's cell is framed."""
-    planned = [row for row in results.measurements if row.plan and row.best_us]
+    planned = [row for row in results.measurements if row.plan and row.best_us and _axes(row.plan)]
     cases = _by(planned, lambda row: row.key[:3])
     cases = [(case, rows) for case, rows in cases if len(rows) > 3]
     if not cases:
@@ -104,9 +105,15 @@ def plan_heat_map(results: BenchResults) -> bytes | None:
     return _png(figure)
 
 
+def _axes(plan: str) -> tuple[str, str] | None:
+    """Fields of the plan that a map is laid out by."""
+    fields = _fields(plan)
+    return next((axes for axes in _HEAT_AXES if all(name in fields for name in axes)), None)
+
+
 def _heat_map(axes: Any, case: tuple[str, ...], rows: Sequence[Measurement]) -> None:
     plans = [(_fields(row.plan or ""), row.best_us or 0.0) for row in rows]
-    x_name, y_name = next(axis for field, axis in _HEAT_AXES.items() if field in plans[0][0])
+    x_name, y_name = _axes(rows[0].plan or "") or ("", "")
     best: dict[tuple[int, int], float] = {}
     for plan, us in plans:
         cell = plan[x_name], plan[y_name]
@@ -129,7 +136,7 @@ def _heat_map(axes: Any, case: tuple[str, ...], rows: Sequence[Measurement]) -> 
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(lines)), lines)
     axes.set(xlabel=x_name, ylabel=y_name)
-    axes.set_title(f"{case[1]}\n{case[2]}", fontsize=8)
+    axes.set_title(_untyped(f"{shorter(case[1])}\n{case[2]}"), fontsize=8)
 
 
 def host_growth(results: BenchResults) -> bytes | None:
@@ -158,8 +165,14 @@ PLOTS: dict[str, Callable[[BenchResults], bytes | None]] = {
 }
 
 
+def _untyped(text: str) -> str:
+    """matplotlib sets what stands between dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
 def _fields(plan: str) -> dict[str, int]:
-    return {name: int(value) for name, _, value in (part.partition("=") for part in plan.split(",") if part)}  # fmt: skip
+    parts = (part.partition("=") for part in plan.split(","))
+    return {name: int(value) for name, _, value in parts if value.isdecimal()}
 
 
 def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:

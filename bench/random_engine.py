@@ -146,7 +146,9 @@ def random_llama(
 def _hf_config(shape: LlamaShape, max_model_len: int) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
+    # its fields come from a decorator that type checkers do not follow
+    make = cast(Any, LlamaConfig)
+    return make(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.bench.host_step import BLOCK_SIZE, PARAMS, HostStep
+from octavo.runtime.metadata import SequenceGroupMetadata
 from octavo.runtime.recording import RecordingHeader, RecordingWriter, read_recording
 from octavo.scheduler import SequenceGroup
 
@@ -37,7 +38,7 @@ class RecordedHostStep(HostStep):
         )
         self.context, self.num_added = context, batch
         self.writer = RecordingWriter(path, header)
-        self.snapshots = None
+        self.snapshots: Sequence[SequenceGroupMetadata] = ()
 
     def step(self) -> tuple[int, ...]:
         schedule = self.scheduler.schedule

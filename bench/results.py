@@ -5,11 +5,16 @@ Rates are derived from time, bytes and FLOPs when they are shown, so that a file
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from .machine import Ceilings, Machine
+
+VERSION = 1
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -31,6 +36,7 @@ class Measurement(msgspec.Struct, frozen=True):
     host_us: float | None = None
     error: float | None = None  # relative to an fp64 computation, before timing
     note: str | None = None
+    is_fault: bool = False  # the note tells of a wrong result or an error, not of what is missing or cannot do this
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -50,6 +56,15 @@ class Measurement(msgspec.Struct, frozen=True):
     def flops_per_s(self) -> float | None:
         return None if not self.best_us else self.flops / self.best_us * 1e6
 
+    @property
+    def flops_per_byte(self) -> float | None:
+        return None if not self.bytes_moved else self.flops / self.bytes_moved
+
+    @property
+    def is_own_choice(self) -> bool:
+        """Octavo's kernel with the plan that it chooses by itself: what the others are compared with."""
+        return self.implementation == "octavo" and self.plan is None
+
     def share_of(self, ceilings: Ceilings) -> float | None:
         """Of the nearer ceiling: the larger share of copy bandwidth and of a matrix product's FLOP/s."""
         if not self.best_us:
@@ -66,7 +81,7 @@ class HostCost(msgspec.Struct, frozen=True):
     num_seqs: int
     context_len: int
     host_us: float
-    floor_us: float
+    floor_us: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class BenchResults(msgspec.Struct, frozen=True):
@@ -76,24 +91,41 @@ class BenchResults(msgspec.Struct, frozen=True):
     ceilings: Ceilings
     measurements: list[Measurement]
     host_costs: list[HostCost] = []
-    version: int = 1
+    version: int = VERSION
 
     def write(self, path: Path) -> None:
-        """Raises ValueError when the file cannot be written."""
-        try:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-        except OSError as error:
-            raise ValueError(f"json: {path} cannot be written: {error.strerror}") from error
+        """Whole or not at all, for it is written after every case. Raises ValueError when the file cannot be written."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self)))
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Beside its place first, so that a process that is killed leaves what was there before. Raises ValueError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout is no place to put a file
+            path.write_bytes(content)
+            return
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise ValueError(f"json: {path} cannot be written: {error.strerror}") from error
 
 
 def read_results(path: Path) -> BenchResults:
     """Raises ValueError for a file that is not there, or not of this kind."""
     try:
-        results = msgspec.json.decode(path.read_bytes(), type=BenchResults)
+        content = path.read_bytes()
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            raise ValueError(f"{path}: expected version {VERSION}, got {version}")
+        return msgspec.json.decode(content, type=BenchResults)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: expected what `octavo bench --json` writes: {error}") from error
-    if results.version != 1:
-        raise ValueError(f"{path}: expected version 1, got {results.version}")
-    return results

@@ -23,6 +23,7 @@ import argparse
 import ctypes
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ class Octavo:
 
 
 def transformers_sampler(kind: str, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    processors = LogitsProcessorList()
+    # its annotations want a LongTensor, which no tensor is to a type checker
+    processors: Any = LogitsProcessorList()
     if kind == "penalties":
         processors.append(RepetitionPenaltyLogitsProcessor(1.2))
     if kind == "top-p":
@@ -145,13 +147,13 @@ def verify(case: Case) -> None:
     kind, logits, tokens = case
     got = Octavo(kind, tokens)(logits)
     if kind == "top-p":
-        scores = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)])(
-            tokens, logits
-        )
+        warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)])
+        scores = warpers(tokens, logits)
         assert scores.gather(1, got[:, None]).isfinite().all()
     elif kind == "penalties":
         assert torch.equal(got, sort_sampler(kind, tokens)(logits))
-        penalised, expected = logits.clone(), RepetitionPenaltyLogitsProcessor(1.2)(tokens, logits)
+        penalty: Any = RepetitionPenaltyLogitsProcessor(1.2)
+        penalised, expected = logits.clone(), penalty(tokens, logits)
         params = SamplingParams(repetition_penalty=1.2)
         octavo = Octavo(kind, tokens)
         rows = [extras._replace(params=params) for extras in octavo.rows().extras]

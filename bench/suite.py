@@ -34,10 +34,11 @@ def measure_case(
 ) -> Iterator[Measurement]:
     """Octavo, then what else there is of this case: plain torch, plans, peers.
 
-    What is missing, unable, wrong or fails is a measurement with a note, and the others go on.
+    What is missing, unable, wrong or fails, now or while it is timed, is a measurement with a note, and the others go on.
     """
     rows: dict[int, Measurement] = {}
     calls: dict[str, TimedCall] = {}
+    chosen = _chosen(case)
     for number, candidate in enumerate(_candidates(case, peers, plans)):
         row = Measurement(
             case.op,
@@ -45,7 +46,7 @@ def measure_case(
             case.shape,
             candidate.implementation,
             candidate.plan,
-            _chosen(case) if candidate.implementation == "octavo" else None,
+            chosen if candidate.implementation == "octavo" else None,
             case.bytes_moved,
             case.flops,
         )
@@ -54,18 +55,25 @@ def measure_case(
             rows[number] = msgspec.structs.replace(row, error=case.verify(timed))
             calls[str(number)] = timed
         except Unsupported as reason:
-            rows[number] = msgspec.structs.replace(row, note=str(reason))
+            rows[number] = msgspec.structs.replace(row, note=" ".join(str(reason).split()))
         except WrongResult as reason:
-            note = f"wrong result, not timed: {reason}"
-            rows[number] = msgspec.structs.replace(row, note=note)
+            rows[number] = _faulty(row, f"wrong result, not timed: {reason}")
         except Exception as reason:  # of a peer, or of a plan the compiler refuses: the others are still worth having
-            note = f"failed: {type(reason).__name__}: {_first_line(reason)}"
-            rows[number] = msgspec.structs.replace(row, note=note)
-    timings = time_in_turns(calls, device, seconds=seconds)
+            rows[number] = _faulty(row, f"failed: {describe_error(reason)}")
+
+    def failed(name: str, error: Exception) -> None:
+        number = int(name)
+        rows[number] = _faulty(rows[number], f"failed while timed: {describe_error(error)}")
+
+    timings = time_in_turns(calls, device, seconds=seconds, on_error=failed)
     for number, row in rows.items():
         timing = timings.get(str(number))
         fields = {} if timing is None else vars(timing)
         yield msgspec.structs.replace(row, **fields)
+
+
+def _faulty(row: Measurement, note: str) -> Measurement:
+    return msgspec.structs.replace(row, note=note, is_fault=True)
 
 
 def _candidates(
@@ -95,6 +103,7 @@ def _chosen(case: KernelCase) -> str | None:
     return plan_label(chosen_plan(case.problem))
 
 
-def _first_line(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
+    """In one line."""
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else ""
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

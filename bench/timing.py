@@ -7,6 +7,7 @@ overwriting also hides what the host needs to launch, which has a column of its 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,20 +49,65 @@ def time_in_turns(
     seconds: float = 0.5,
     min_samples: int = 5,
     max_samples: int = 200,
+    on_error: Callable[[str, Exception], object] | None = None,
 ) -> dict[str, Timing]:
     """Time every call, one sample of each after the other, until each had about so many seconds.
 
+    A call that raises has no timing: `on_error` is told, and the others go on; without it the error is raised.
     Raises ValueError for a bound that makes no sense.
     """
     if not 1 <= min_samples <= max_samples:
         raise ValueError(f"min_samples: expected 1 to max_samples {max_samples}, got {min_samples}")
-    if not seconds >= 0:
-        raise ValueError(f"seconds: expected at least 0, got {seconds}")
+    check_seconds(seconds)
+    turns = _Turns(dict(calls), on_error)
     place = torch.device(device)
     with torch.inference_mode():
         return (_on_gpu if place.type == "cuda" else _on_cpu)(
-            calls, place, partial(_num_samples, seconds, min_samples, max_samples)
+            turns, place, partial(_num_samples, seconds, min_samples, max_samples)
         )
+
+
+def check_seconds(seconds: float) -> None:
+    """Raises ValueError."""
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds: expected a number from 0, got {seconds}")
+
+
+class _Turns:
+    """Calls that take turns; one that raises is out."""
+
+    def __init__(
+        self, calls: dict[str, TimedCall], on_error: Callable[[str, Exception], object] | None
+    ) -> None:
+        self.calls = calls
+        self._on_error = on_error
+
+    def each(self, turn: Callable[[str, TimedCall], object]) -> None:
+        for name, timed in list(self.calls.items()):
+            try:
+                turn(name, timed)
+            except Exception as error:
+                if self._on_error is None:
+                    raise
+                del self.calls[name]
+                self._on_error(name, error)
+
+
+def overwrite(result: object) -> None:
+    """What a call returned, with NaN or -1."""
+    for tensor in _tensors(result):
+        tensor.fill_(_mark(tensor))
+
+
+def _mark(tensor: torch.Tensor) -> float | int:
+    return math.nan if tensor.is_floating_point() else -1
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    parts = result if isinstance(result, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _num_samples(seconds: float, least: int, most: int, round_us: float) -> int:
@@ -79,19 +125,25 @@ def _summary(samples: list[float], **more: float | None) -> Timing:
 
 
 def _on_cpu(
-    calls: Mapping[str, TimedCall], device: torch.device, num_samples: Callable[[float], int]
+    turns: _Turns, device: torch.device, num_samples: Callable[[float], int]
 ) -> dict[str, Timing]:
-    repeats, slowest = {}, 0.0
-    for name, timed in calls.items():
+    repeats: dict[str, int] = {}
+    times: dict[str, float] = {}
+    samples: dict[str, list[float]] = {name: [] for name in turns.calls}
+
+    def warm(name: str, timed: TimedCall) -> None:
         _cpu_sample(timed, 1)  # compiles, allocates, finds its threads
         once = _cpu_sample(timed, 1)
         repeats[name] = 1 if timed.reset else max(1, round(_SAMPLE_US / max(once, 1e-3)))
-        slowest = max(slowest, once * repeats[name])
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_samples(slowest)):
-        for name, timed in calls.items():
-            samples[name].append(_cpu_sample(timed, repeats[name]))
-    return {name: _summary(times) for name, times in samples.items()}
+        times[name] = once * repeats[name]
+
+    def sample(name: str, timed: TimedCall) -> None:
+        samples[name].append(_cpu_sample(timed, repeats[name]))
+
+    turns.each(warm)
+    for _ in range(num_samples(max(times.values(), default=0.0))):
+        turns.each(sample)
+    return {name: _summary(samples[name]) for name in turns.calls}
 
 
 def _cpu_sample(timed: TimedCall, repeats: int) -> float:
@@ -107,30 +159,34 @@ def _cpu_sample(timed: TimedCall, repeats: int) -> float:
 
 
 def _on_gpu(
-    calls: Mapping[str, TimedCall], device: torch.device, num_samples: Callable[[float], int]
+    turns: _Turns, device: torch.device, num_samples: Callable[[float], int]
 ) -> dict[str, Timing]:
     flush = _l2_flush(device)
     graphs: dict[str, TimedCall | None] = {}
-    slowest = 0.0
-    for name, timed in calls.items():
+    times: dict[str, float] = {}
+    eager: dict[str, list[tuple[float, float]]] = {name: [] for name in turns.calls}
+    replayed: dict[str, list[float]] = {name: [] for name in turns.calls}
+
+    def warm(name: str, timed: TimedCall) -> None:
         for _ in range(3):
-            first_us, _ = _gpu_sample(timed, flush)
-        slowest = max(slowest, first_us)
+            times[name], _ = _gpu_sample(timed, flush)
         graphs[name] = _captured(timed)
-    eager: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    replayed: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_samples(slowest)):
-        for name, timed in calls.items():
-            eager[name].append(_gpu_sample(timed, flush))
-            if (graph := graphs[name]) is not None:
-                replayed[name].append(_gpu_sample(graph, flush)[0])
+
+    def sample(name: str, timed: TimedCall) -> None:
+        eager[name].append(_gpu_sample(timed, flush))
+        if (graph := graphs[name]) is not None:
+            replayed[name].append(_gpu_sample(graph, flush)[0])
+
+    turns.each(warm)
+    for _ in range(num_samples(max(times.values(), default=0.0))):
+        turns.each(sample)
     return {
         name: _summary(
-            [device_us for device_us, _ in times],
+            [device_us for device_us, _ in eager[name]],
             graph_us=statistics.median(replayed[name]) if replayed[name] else None,
-            host_us=statistics.median(host_us for _, host_us in times),
+            host_us=statistics.median(host_us for _, host_us in eager[name]),
         )
-        for name, times in eager.items()
+        for name in turns.calls
     }
 
 
@@ -156,12 +212,42 @@ def _gpu_sample(timed: TimedCall, flush: Call) -> tuple[float, float]:
 
 
 def _captured(timed: TimedCall) -> TimedCall | None:
-    """The call as a CUDA graph, or None where the call waits for the device, which no graph can."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    """The call as a CUDA graph; None where the call waits for the device, which no graph can, and where a replay does not
+    write what the call returns."""
+    if _waits(timed):  # so that no capture has to fail, which would leave much behind
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph, stream=side):
-            timed.call()
-    except RuntimeError:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            result = timed.call()
+    except Exception:
+        # torch stays in the stream of the capture, and its generator believes it is still captured
+        torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
+        fresh = torch.Generator(stream.device)
+        torch.cuda.default_generators[stream.device_index].graphsafe_set_state(
+            fresh.graphsafe_get_state()
+        )
+        return None
+    overwrite(result)
+    if timed.reset:
+        timed.reset()
+    graph.replay()
+    if any(bool((x != x).any() if x.is_floating_point() else (x == -1).any()) for x in _tensors(result)):  # fmt: skip
         return None
     return TimedCall(graph.replay, timed.reset)
+
+
+def _waits(timed: TimedCall) -> bool:
+    """Whether torch sees the call wait for the device, or move memory in a way that does."""
+    if timed.reset:
+        timed.reset()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        timed.call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False

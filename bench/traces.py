@@ -32,6 +32,8 @@ def problems_of(
     Raises ValueError for layers that a benchmark problem cannot have.
     """
     shapes = [_shape(layer, recording) for layer in _distinct(recording.header.layers)]
+    if most < 1:
+        raise ValueError(f"traced: expected at least 1, got {most}")
     if not shapes:
         raise ValueError(f"{recording.path}: expected the shapes of its layers, got none")
     first: dict[StepClass, tuple[int, LaunchArgs]] = {}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from ..bench.attention_problem import AttentionShape
+    from ..bench.kernel_run import KernelRun
     from ..bench.results import BenchResults
 
 bench = typer.Typer(invoke_without_command=True, help="Time kernels, beside peers.")
@@ -90,7 +95,8 @@ def run(
 ) -> None:
     """Verify kernels against an fp64 computation, then time them, in turns with torch and peers.
 
-    Exit code 0: measured; 1: one of Octavo's own results was wrong; 2: what was asked for cannot be run.
+    Exit code 0: measured; 1: one of Octavo's own kernels was wrong or failed; 2: what was asked for cannot be run; 130:
+    interrupted, and what was measured until then is shown and written.
     """
     if context.invoked_subcommand is not None:
         return
@@ -114,15 +120,58 @@ def run(
             device=place,
             seconds=seconds,
         )
-        with Console(stderr=True).status("measuring") as status:
-            results = asked.measure(lambda what: status.update(what))
+        if trace is not None and batch:
+            raise ValueError("batch: expected none beside --trace, which has its own")
+        _check_places(as_json, report)
+        results, is_whole = _measure(asked, as_json)
+        if results is None:
+            raise typer.Exit(130)
+        if is_whole and all(
+            row.median_us is None and not row.is_fault for row in results.measurements
+        ):
+            notes = {row.note for row in results.measurements if row.is_own_choice and row.note}
+            raise ValueError("; ".join(sorted(notes)) or "nothing was measured")
         _show(results)
         if as_json is not None:
             results.write(as_json)
         if report is not None:
             _write_report(results, report)
-    if any(row.implementation == "octavo" and row.note and not row.plan for row in results.measurements):  # fmt: skip
+    if not is_whole:
+        raise typer.Exit(130)
+    if any(row.is_own_choice and row.is_fault for row in results.measurements):
         raise typer.Exit(1)
+
+
+def _measure(asked: KernelRun, as_json: Path | None) -> tuple[BenchResults | None, bool]:
+    """(what was measured, whether that is all): after Ctrl-C what there was after the last case."""
+    so_far: list[BenchResults] = []
+
+    def save(results: BenchResults) -> None:
+        so_far[:] = [results]
+        if as_json is not None:
+            results.write(as_json)
+
+    with Console(stderr=True).status("measuring") as status:
+        try:
+            return asked.measure(lambda what: status.update(escape(what)), save), True
+        except KeyboardInterrupt:
+            return (so_far[-1] if so_far else None), False
+
+
+def _check_places(as_json: Path | None, report: Path | None) -> None:
+    """That results can be written, before minutes are spent on them. Raises ValueError."""
+    if as_json is not None and (as_json.is_dir() or not os.access(as_json.parent, os.W_OK)):
+        raise ValueError(f"json: expected a file in a folder that can be written, got {as_json}")
+    if report is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("report: expected matplotlib: pip install 'octavo[bench]'")
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"report: {report} cannot be written: {error.strerror}") from error
+    if not os.access(report, os.W_OK):
+        raise ValueError(f"report: expected a folder that can be written, got {report}")
 
 
 @bench.command()
@@ -136,6 +185,8 @@ def compare(
     from ..bench.results import read_results
 
     with _refusing():
+        if not tolerance < math.inf:
+            raise ValueError(f"tolerance: expected a number from 0, got {tolerance}")
         before, after = read_results(old), read_results(new)
     for note in differences_of_machines(before, after):
         typer.secho(f"notice: {note}", fg="yellow", err=True)
@@ -188,7 +239,7 @@ def _shape(
 
 
 def _wide_console() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 200  # nothing is folded or cut short in a file
     return console
@@ -199,7 +250,7 @@ def _show(results: BenchResults) -> None:
 
     console = _wide_console()
     console.print(facts(results))
-    for table in kernel_tables(results):
+    for table in kernel_tables(results, console.width):
         console.print(table)
     for cost in results.host_costs:
         console.print(
@@ -211,21 +262,16 @@ def _show(results: BenchResults) -> None:
 
 
 def _write_report(results: BenchResults, folder: Path) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError("report: expected matplotlib: pip install octavo[bench]") from error
     from ..bench.html_report import html_report
     from ..bench.plots import draw_all
     from ..bench.tables import markdown
 
     pictures = draw_all(results)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, png in pictures.items():
             (folder / f"{name}.png").write_bytes(png)
-        (folder / "report.html").write_text(html_report(results, pictures))
-        (folder / "report.md").write_text(markdown(results))
+        (folder / "report.html").write_text(html_report(results, pictures), encoding="utf-8")
+        (folder / "report.md").write_text(markdown(results), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"report: {folder} cannot be written: {error.strerror}") from error
     results.write(folder / "results.json")

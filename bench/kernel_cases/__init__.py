@@ -20,7 +20,7 @@ from ..batch_specs import BatchSpec
 from . import attention, layers, memory, sampling
 from .case import KernelCase
 
-__all__ = ["OPS", "KernelCase", "make_case"]
+__all__ = ["OPS", "KernelCase", "check_op", "make_case"]
 
 OPS: dict[str, Callable[[BatchSpec, AttentionShape, torch.device], KernelCase]] = {
     "paged_attention": attention.paged_attention,
@@ -42,11 +42,16 @@ OPS: dict[str, Callable[[BatchSpec, AttentionShape, torch.device], KernelCase]] 
 }
 
 
+def check_op(op: str) -> None:
+    """Raises ValueError."""
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+
+
 def make_case(
     op: str, batch: BatchSpec, shape: AttentionShape, device: torch.device | str = "cpu"
 ) -> KernelCase:
     """Raises ValueError for an op that is not one of `OPS`, or that has no such batch."""
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    check_op(op)
     with torch.inference_mode():
         return OPS[op](batch, shape, torch.device(device))

@@ -7,6 +7,7 @@ import torch
 from ... import kernels
 from ..attention_problem import AttentionProblem, AttentionShape, make_problem
 from ..batch_specs import BatchSpec
+from ..block_tables import scattered_tables
 from ..timing import TimedCall
 from .case import KernelCase, relative_error
 
@@ -37,8 +38,10 @@ def cascade_attention(batch: BatchSpec, shape: AttentionShape, device: torch.dev
         raise ValueError(
             f"batch: expected two sequences or more, with contexts of two blocks or more, got {batch}"
         )
-    problem = make_problem(batch, shape, device)
-    problem.block_tables[:, :num_shared] = problem.block_tables[0, :num_shared]
+    tables = scattered_tables(batch, shape.block_size)
+    tables[:, :num_shared] = tables[0, :num_shared].clone()
+    prefix_len = num_shared * shape.block_size
+    problem = make_problem(batch, shape, device, tables=tables, edges=(prefix_len - 1, prefix_len))
     shared = problem.block_tables[0, :num_shared].clone()
     index = {
         "query_start_loc": problem.query_start_loc,
@@ -52,8 +55,6 @@ def cascade_attention(batch: BatchSpec, shape: AttentionShape, device: torch.dev
         "num_decodes": batch.num_decodes,
     }
     caches = problem.q, problem.k_cache, problem.v_cache
-    read_once = (batch.num_seqs - 1) * num_shared * shape.block_size
-    of_token = 2 * shape.num_kv_heads * shape.head_size * shape.stored_dtype.itemsize
     return KernelCase(
         "cascade_attention",
         str(batch),
@@ -65,7 +66,7 @@ def cascade_attention(batch: BatchSpec, shape: AttentionShape, device: torch.dev
             "paged_attention": TimedCall(problem.run),
         },
         problem.verify,
-        problem.bytes_moved - read_once * of_token,
+        problem.bytes_moved,
         problem.flops,
     )
 

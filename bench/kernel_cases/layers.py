@@ -113,7 +113,7 @@ def rotary_embedding(batch: BatchSpec, shape: AttentionShape, device: torch.devi
         str(shape),
         {"octavo": TimedCall(octavo, reset), "torch": TimedCall(plain, reset)},
         lambda got: relative_error(got, exact),
-        2 * (q.nbytes + k.nbytes) + batch.num_tokens * cos_sin[0].nbytes,
+        2 * (q.nbytes + k.nbytes) + batch.num_tokens * (8 + cos_sin[0].nbytes),
         3 * (q.numel() + k.numel()),
     )
 
