@@ -34,6 +34,7 @@ from .weights import resolve_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..runtime.kv_pool import KVPool
     from ..scheduler.engine import Request
 
 Prompt = str | Seq[int]
@@ -124,28 +125,15 @@ class LLM:
     ) -> None:
         on_device = torch_device(device)
         torch_dtype = _dtype(dtype, on_device)
-        if kv_cache_dtype not in _KV_CACHE_DTYPES:
-            names = ", ".join(_KV_CACHE_DTYPES)
-            raise ValueError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype!r}")
-        if not isinstance(gpu_memory_utilization, (int, float)) or not (
-            0 < gpu_memory_utilization <= 1
-        ):
-            raise ValueError(
-                f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
-            )
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"seed: expected an integer, got {seed!r}")
-        for name, flag in (
-            ("async_scheduling", async_scheduling),
-            ("decode_graphs", decode_graphs),
-        ):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name}: expected True or False, got {flag!r}")
-        if not isinstance(swap_costs, SwapCosts):
-            raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
+        _check_options(
+            kv_cache_dtype,
+            gpu_memory_utilization,
+            swap_costs,
+            model_class,
+            {"async_scheduling": async_scheduling, "decode_graphs": decode_graphs},
+            seed,
+        )
         host_pool_blocks(swap_space_gib, 1)  # a bad number is refused before the weights are loaded
-        if model_class is not None and not callable(model_class):
-            raise ValueError(f"model_class: expected a class, got {model_class!r}")
         record_to = None if record is None else recording_path(record)
         source = resolve_model(os.fspath(model))
         config = source.config()
@@ -195,12 +183,7 @@ class LLM:
             num_gpu_blocks=self.pool.num_blocks - 1,
             num_cpu_blocks=0 if self.host_pool is None else self.host_pool.num_blocks - 1,
         )
-        graphs = None
-        if decode_graphs:
-            sizes = default_sizes(min(max_num_seqs, max_num_batched_tokens))
-            graphs = DecodeGraphs(loaded, self.pool, max_model_len, sizes)
-            with torch.inference_mode():
-                graphs.capture_all()
+        graphs = _captured_decodes(loaded, self.pool, scheduler_config) if decode_graphs else None
         check = os.environ.get("OCTAVO_CHECK") == "1"
         runner: Any = ModelRunner(
             cast(Model, loaded),
@@ -399,6 +382,45 @@ class LLM:
             self._changed |= dict.fromkeys(self.engine.step())  # takes leave of what was aborted
         for request in requests:
             self._changed.pop(request, None)
+
+
+def _check_options(
+    kv_cache_dtype: str,
+    gpu_memory_utilization: float,
+    swap_costs: SwapCosts,
+    model_class: object,
+    flags: dict[str, object],
+    seed: int,
+) -> None:
+    """Refuse what no model makes right, before one is loaded."""
+    if kv_cache_dtype not in _KV_CACHE_DTYPES:
+        names = ", ".join(_KV_CACHE_DTYPES)
+        raise ValueError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype!r}")
+    is_number = isinstance(gpu_memory_utilization, (int, float))
+    if not is_number or not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization: expected a number in (0, 1], got {gpu_memory_utilization!r}"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed: expected an integer, got {seed!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}: expected True or False, got {flag!r}")
+    if not isinstance(swap_costs, SwapCosts):
+        raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
+    if model_class is not None and not callable(model_class):
+        raise ValueError(f"model_class: expected a class, got {model_class!r}")
+
+
+def _captured_decodes(
+    model: torch.nn.Module, pool: KVPool, config: SchedulerConfig
+) -> DecodeGraphs:
+    """Graphs of steps of decodes alone, for every number of rows that a step may have."""
+    sizes = default_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    graphs = DecodeGraphs(model, pool, config.max_model_len, sizes)
+    with torch.inference_mode():
+        graphs.capture_all()
+    return graphs
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
