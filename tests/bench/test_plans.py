@@ -12,7 +12,14 @@ import torch
 from octavo.bench import plans
 from octavo.bench.attention_problem import AttentionProblem, AttentionShape, make_problem
 from octavo.bench.batch_specs import BatchSpec
-from octavo.bench.plans import check_plan, chosen_plan, parse_plan, plan_grid, plan_label
+from octavo.bench.plans import (
+    check_plan,
+    chosen_plan,
+    parse_plan,
+    plan_grid,
+    plan_in_use,
+    plan_label,
+)
 from octavo.kernels.ops import attention
 
 SMALL = AttentionShape(4, 2, 16, 8, torch.float32)
@@ -136,3 +143,12 @@ def test_a_plan_of_one_kernel_is_none_of_the_other() -> None:
     check_plan("num_splits=2,tile_kv=32")
     with pytest.raises(ValueError, match=r"plan: expected names of .*'num_splits=2,rows=64'"):
         check_plan("num_splits=2,rows=64")
+
+
+def test_where_no_plan_is_used_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's own version has none, and a batch of two kernels not one."""
+    monkeypatch.delenv("OCTAVO_BACKEND", raising=False)
+    assert plan_in_use(problem_of("2q1s20")) is None
+    monkeypatch.setenv("OCTAVO_BACKEND", "interpret")
+    assert plan_in_use(problem_of("2q1s20")) == plan_label(chosen_plan(problem_of("2q1s20")))
+    assert plan_in_use(problem_of("q1s20_q5")) is None
