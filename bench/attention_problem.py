@@ -199,7 +199,7 @@ class AttentionProblem:
         """
         if out.shape != self.q.shape:
             raise WrongResult(f"out: expected shape {tuple(self.q.shape)}, got {tuple(out.shape)}")
-        if not out.isfinite().all():  # what was left unwritten is NaN: see KernelCase.verify
+        if not out.isfinite().all():  # unwritten memory is NaN: KernelCase.verify
             raise WrongResult("out: expected finite numbers, got others")
         worst, first = 0.0, 0
         for query_len, (queries, exact) in zip(self.batch.query_lens, self._exact, strict=True):

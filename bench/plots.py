@@ -144,7 +144,7 @@ def _heat_map(axes: Any, case: tuple[str, ...], rows: Sequence[Measurement]) -> 
     for j, i in np.ndindex(numbers.shape):
         if not np.isnan(numbers[j, i]):
             dark = numbers[j, i] > threshold  # of viridis reversed
-            axes.text(i, j, number(numbers[j, i]), ha="center", va="center", fontsize=8,
+            axes.text(i, j, number(float(numbers[j, i])), ha="center", va="center", fontsize=8,
                       color="white" if dark else "black")  # fmt: skip
     chosen = _fields(rows[0].chosen_plan or "")
     if chosen.get(x_name) in columns and chosen.get(y_name) in lines:
