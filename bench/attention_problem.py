@@ -197,9 +197,10 @@ class AttentionProblem:
 
         Raises WrongResult when it is more than `TOLERANCES` allows, or a number is not finite.
         """
-        expected_shape = tuple(self.q.shape)
-        if tuple(out.shape) != expected_shape:
-            raise WrongResult(f"out: expected shape {expected_shape}, got {tuple(out.shape)}")
+        if out.shape != self.q.shape:
+            raise WrongResult(f"out: expected shape {tuple(self.q.shape)}, got {tuple(out.shape)}")
+        if not out.isfinite().all():  # unwritten memory is NaN: KernelCase.verify
+            raise WrongResult("out: expected finite numbers, got others")
         worst, first = 0.0, 0
         for query_len, (queries, exact) in zip(self.batch.query_lens, self._exact, strict=True):
             got = out[first + torch.tensor(queries, device=out.device)].double()

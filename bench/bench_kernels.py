@@ -13,7 +13,7 @@ import torch
 from octavo.bench.batch_specs import BatchSpec
 from octavo.bench.conftest import bench_device
 from octavo.bench.kernel_cases import OPS, make_case
-from octavo.bench.plans import chosen_plan, plan_label
+from octavo.bench.plans import plan_in_use
 from octavo.bench.results import Measurement
 from octavo.bench.timing import time_in_turns
 
@@ -58,8 +58,8 @@ def bench_op(benchmark, op, batch, implementation, device, shape, ceilings):
         "TFLOP/s": (measured.flops_per_s or 0) / 1e12,
         "share_of_ceiling": measured.share_of(ceilings),
     }
-    if case.problem is not None and implementation == "octavo" and "_" not in batch:
-        benchmark.extra_info["plan"] = plan_label(chosen_plan(case.problem))
+    if case.problem is not None and implementation == "octavo":
+        benchmark.extra_info["plan"] = plan_in_use(case.problem)
 
     def once() -> None:
         timed.call()

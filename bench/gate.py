@@ -62,7 +62,8 @@ class Verdict:
     def has_tripped(self) -> bool:
         if self.measured is None or self.gate is None:
             return True
-        return abs(self.measured - self.gate.value) > self.gate.tolerance * abs(self.gate.value)
+        off = abs(self.measured - self.gate.value)
+        return not off <= self.gate.tolerance * abs(self.gate.value)  # what is not a number trips
 
 
 def read_gates(path: Path = GATES) -> dict[str, Gate]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from .generation_results import GenerationResults
-from .results import BenchResults, Measurement, read_results
+from .results import BenchResults, Measurement, read_results, time_ratio
 from .tables import facts, markdown
 
 BUDGETS = Path(__file__).parent / "gpu_budgets.toml"
@@ -77,9 +77,8 @@ def regrets(rows: list[Measurement]) -> list[tuple[str, str, str, float]]:
         planned = [row for row in measured if row.plan is not None]
         if own is None or own.best_us is None or not planned:
             continue
-        best = min(planned, key=lambda row: row.best_us or 0)
-        assert best.best_us is not None
-        found.append((" ".join(case[1:]), own.chosen_plan or "", best.plan or "", own.best_us / best.best_us))  # fmt: skip
+        regret, best = max(((time_ratio(own, row) or 0, row) for row in planned), key=lambda pair: pair[0])  # fmt: skip
+        found.append((" ".join(case[1:]), own.chosen_plan or "", best.plan or "", regret))
     return found
 
 

@@ -10,10 +10,10 @@ from .results import BenchResults
 from .tables import COLUMNS, case_cells, facts, shorter
 
 _CAPTIONS = {
-    "roofline": "What each case reached, under the roof of this machine's own copy and matrix product.",
+    "roofline": "What each case reached, under the roof of this machine's own copy and matrix product. Named: Octavo's own choice.",
     "latency_by_context": "Time of one call over the length of its sequences.",
-    "plan_heat_map": "Each cell: the best time of its plans. Framed: the plan that is chosen without being told.",
-    "host_growth": "What the host does for a decode step, without the model. Flat is right: the cost must not grow with the context.",
+    "plan_heat_map": "Each cell: the best time of the plans with this tile, whatever their warps and stages. Framed: the tile of the plan that is chosen without being told; its own time stands above.",
+    "host_growth": "What the host does for a decode step, without the model. It should grow with the context no faster than the floor, which only finds more of its memory cold.",
 }
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --own: #0b6e9922; }
@@ -39,7 +39,7 @@ def html_report(results: BenchResults, pictures: dict[str, bytes]) -> str:
         f"<h1>Octavo benchmarks</h1><p class=facts>{escape(facts(results))}</p>",
         "<p>Everything in a table was verified against an fp64 computation, then timed in turns. "
         "<b>ratio</b> is the time over Octavo's own choice in the same turns. <b>of ceiling</b> is the share of the copy bandwidth "
-        "or of the matrix product's FLOP/s, whichever is nearer. Where a call can be replayed as a graph, that time counts. On a CPU, what its caches kept from the call before counts for all alike; a GPU's is overwritten.</p>",
+        "or of the matrix product's FLOP/s, whichever is nearer. Where a call can be replayed as a graph, that time counts; a ratio is of two graphs or of two plain calls. On a CPU, what its caches kept from the call before counts for all alike; a GPU's is overwritten.</p>",
         *_pictures(pictures),
         *_tables(results),
         "</body></html>",

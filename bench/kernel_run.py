@@ -15,7 +15,7 @@ from .attention_problem import AttentionShape
 from .batch_specs import BatchSpec
 from .kernel_cases import KernelCase, check_op, make_case
 from .kernel_cases.attention import attention_case
-from .machine import describe_machine, measure_ceilings
+from .machine import backend_of, describe_machine, measure_ceilings
 from .peers import AttentionPeer
 from .plans import Plan, check_plan, parse_plan, plan_grid
 from .results import BenchResults, HostCost, Measurement
@@ -80,7 +80,7 @@ class KernelRun:
     def _checked(self) -> list[BatchSpec]:
         """The batches. Raises ValueError."""
         check_seconds(self.seconds)
-        if (self.plans or self.sweep) and describe_machine(self.device).backend == "cpu":
+        if (self.plans or self.sweep) and backend_of(self.device) == "cpu":
             raise ValueError(
                 "plan: expected a GPU, or OCTAVO_BACKEND=interpret: a plan is for the Triton kernels, got the CPU's"
             )

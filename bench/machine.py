@@ -39,20 +39,22 @@ class Ceilings(msgspec.Struct, frozen=True):
     dtype: str
 
 
+def backend_of(device: torch.device | str) -> str:
+    """What runs a kernel called with tensors of this device: "triton", "interpret" or "cpu"."""
+    if torch.device(device).type == "cuda":
+        return "triton"
+    return "interpret" if os.environ.get("OCTAVO_BACKEND") == "interpret" else "cpu"
+
+
 def describe_machine(device: torch.device | str) -> Machine:
     place = torch.device(device)
-    if place.type == "cuda":
-        name, backend = torch.cuda.get_device_name(place), "triton"
-    else:
-        name = _processor()
-        backend = "interpret" if os.environ.get("OCTAVO_BACKEND") == "interpret" else "cpu"
     return Machine(
-        device=name,
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
         num_threads=torch.get_num_threads(),
         python=platform.python_version(),
         torch=str(torch.__version__),
         triton=_version("triton"),
-        backend=backend,
+        backend=backend_of(place),
         commit=_commit(),
     )
 

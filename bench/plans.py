@@ -14,6 +14,7 @@ from ..kernels._checks import has_warpgroup_mma, multiprocessors, warp_size
 from ..kernels.paged_decode import DecodePlan, plan_paged_decode
 from ..kernels.paged_prefill import PrefillPlan, plan_paged_prefill
 from .attention_problem import AttentionProblem
+from .machine import backend_of
 
 Plan = DecodePlan | PrefillPlan
 
@@ -57,6 +58,15 @@ def chosen_plan(problem: AttentionProblem) -> Plan:
     raise ValueError(
         f"batch: expected decodes alone or prefills alone for a plan, got {batch.num_decodes} decodes of {batch.num_seqs} sequences"
     )
+
+
+def plan_in_use(problem: AttentionProblem) -> str | None:
+    """The label of the plan that a call without one runs with; None where there is not one: decodes and prefills take two
+    kernels, and the CPU's own version has no plan."""
+    is_mixed = 0 < problem.batch.num_decodes < problem.batch.num_seqs
+    if is_mixed or backend_of(problem.q.device) == "cpu":
+        return None
+    return plan_label(chosen_plan(problem))
 
 
 def plan_grid(problem: AttentionProblem) -> list[Plan]:

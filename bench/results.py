@@ -75,6 +75,13 @@ class Measurement(msgspec.Struct, frozen=True):
         )
 
 
+def time_ratio(new: Measurement, old: Measurement) -> float | None:
+    """Like over like: graphs where both have one, else both as they were called. None where one of them has no time."""
+    if new.graph_us and old.graph_us:
+        return new.graph_us / old.graph_us
+    return new.median_us / old.median_us if new.median_us and old.median_us else None
+
+
 class HostCost(msgspec.Struct, frozen=True):
     """The host's part of a decode step, and the same changes by bare numpy in the same run."""
 

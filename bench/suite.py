@@ -12,7 +12,7 @@ import torch
 from .attention_problem import AttentionProblem, WrongResult
 from .kernel_cases import KernelCase
 from .peers import AttentionPeer, Unsupported
-from .plans import Plan, chosen_plan, plan_label
+from .plans import Plan, plan_in_use, plan_label
 from .results import Measurement
 from .timing import TimedCall, time_in_turns
 
@@ -38,7 +38,7 @@ def measure_case(
     """
     rows: dict[int, Measurement] = {}
     calls: dict[str, TimedCall] = {}
-    chosen = _chosen(case)
+    chosen = None if case.problem is None else plan_in_use(case.problem)
     for number, candidate in enumerate(_candidates(case, peers, plans)):
         row = Measurement(
             case.op,
@@ -66,7 +66,17 @@ def measure_case(
         rows[number] = _faulty(rows[number], f"failed while timed: {describe_error(error)}")
 
     timings = time_in_turns(calls, device, seconds=seconds, on_error=failed)
+    for name in timings:
+        # once more: a call may go wrong from some repetition on, or spoil what the others read
+        try:
+            case.verify(calls[name])
+        except WrongResult as reason:
+            rows[int(name)] = _faulty(rows[int(name)], f"wrong result after it was timed: {reason}")
+        except Exception as error:
+            failed(name, error)
     for number, row in rows.items():
+        if row.is_fault:
+            timings.pop(str(number), None)
         timing = timings.get(str(number))
         fields = {} if timing is None else vars(timing)
         yield msgspec.structs.replace(row, **fields)
@@ -94,13 +104,6 @@ def _prepared(peer: AttentionPeer, problem: AttentionProblem) -> TimedCall:
         raise Unsupported(reason)
     with torch.inference_mode():
         return TimedCall(peer.prepare(problem))
-
-
-def _chosen(case: KernelCase) -> str | None:
-    """The plan of the one kernel that an attention problem takes; a mixed batch takes two."""
-    if case.problem is None or 0 < case.problem.batch.num_decodes < case.problem.batch.num_seqs:
-        return None
-    return plan_label(chosen_plan(case.problem))
 
 
 def describe_error(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .batch_specs import BatchSpec
-from .results import BenchResults, Measurement
+from .results import BenchResults, Measurement, time_ratio
 
 _LEAST_IMPORTANT_FIRST = (
     "error",
@@ -71,23 +71,26 @@ def markdown(results: BenchResults) -> str:
 
 def case_cells(rows: Sequence[Measurement], results: BenchResults) -> Iterable[tuple[str, ...]]:
     """The cells of one case, a row for each implementation; what was not measured says why."""
-    own = next((row.best_us for row in rows if row.is_own_choice), None)
+    own = next((row for row in rows if row.is_own_choice), None)
     for row in rows:
         name = row.implementation + (f" {row.plan}" if row.plan else "")
+        if row.is_own_choice and row.chosen_plan:
+            name += f" (chose {row.chosen_plan})"
         if row.median_us is None:
             yield (f"{name}: {row.note or 'not timed'}", *[""] * (len(COLUMNS) - 1))
             continue
         share = row.share_of(results.ceilings)
+        ratio = None if own is None else time_ratio(row, own)
         yield (
             name,
-            _number(row.median_us),
-            f"{_number(row.low_us)}-{_number(row.high_us)}",
-            _number(row.graph_us),
-            _number(row.host_us),
-            _number(None if row.bytes_per_s is None else row.bytes_per_s / 1e9),
-            _number(row.flops_per_s / 1e12 if row.flops and row.flops_per_s else None),
+            number(row.median_us),
+            f"{number(row.low_us)}-{number(row.high_us)}",
+            number(row.graph_us),
+            number(row.host_us),
+            number(None if row.bytes_per_s is None else row.bytes_per_s / 1e9),
+            number(row.flops_per_s / 1e12 if row.flops and row.flops_per_s else None),
             "" if share is None else f"{share:.0%}",
-            "" if not own or row.best_us is None else f"{row.best_us / own:.2f}",
+            "" if ratio is None else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}",
             "" if row.error is None else "exact" if row.error == 0 else f"{row.error:.1e}",
         )
 
@@ -119,8 +122,8 @@ def _by_case(rows: Sequence[Measurement]):
     return [(case, list(group)) for case, group in groupby(rows, key=lambda row: row.key[:3])]
 
 
-def _number(value: float | None) -> str:
-    """Three or four digits that matter."""
+def number(value: float | None) -> str:
+    """Three digits that matter, or all before the point; no exponent, unless it is tiny."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"

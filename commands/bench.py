@@ -188,9 +188,15 @@ def compare(
         if not tolerance < math.inf:
             raise ValueError(f"tolerance: expected a number from 0, got {tolerance}")
         before, after = read_results(old), read_results(new)
+        listed = changes(before, after)
+        if not any(change.old and change.new for change in listed):  # must not pass for "no slower"
+            raise ValueError(
+                f"compare: expected two runs of the same cases, got none that is in both {old} and {new}"
+            )
     for note in differences_of_machines(before, after):
         typer.secho(f"notice: {note}", fg="yellow", err=True)
-    listed = changes(before, after)
+    for name, path, results in (("old", old, before), ("new", new, after)):
+        typer.echo(f"{name}: {path}, commit {results.machine.commit or 'unknown'}")
     _wide_console().print(changes_table(listed, tolerance))
     if any(change.is_slower(tolerance) for change in listed):
         raise typer.Exit(1)

@@ -32,8 +32,8 @@ def plot_simulation(results: Mapping[str, SimulationResult], path: str | Path) -
         queues.set(xlabel="simulated seconds")
     panels[0, 0].set_ylabel("blocks of the pool, %")
     panels[1, 0].set_ylabel("requests")
-    for panel in panels[:, 0]:
-        panel.legend(loc="upper left")
+    for panel in panels[:, -1]:  # beside them, where it hides nothing
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -150,8 +150,23 @@ def strange_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
+    def tires(problem: AttentionProblem):
+        count = iter(range(10**9))
+        return lambda: problem.run() if next(count) < 4 else problem.run() * 1.1
+
+    def unfinished(problem: AttentionProblem):
+        def call() -> torch.Tensor:
+            out = problem.run()
+            if len(out) == 9:
+                out[3] = torch.nan  # of nine new tokens eight are compared
+            return out
+
+        return call
+
     made = {
         "raises": raises,
+        "tires": tires,
+        "unfinished": unfinished,
         "wrong": lambda problem: lambda: problem.run() * 1.1,
         "slow": slow,
         "unable": unable,
@@ -164,7 +179,7 @@ def strange_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_that_are_of_no_use_harm_nobody(tmp_path: Path, strange_peers: None) -> None:
-    names = ("raises", "wrong", "slow", "unable", "late")
+    names = ("raises", "wrong", "slow", "unable", "late", "tires", "unfinished")
     asked = [part for name in names for part in ("--peer", name)]
     done = bench("--batch", "2q1s40", "--batch", "q9", *asked, "--json", tmp_path / "a.json")
     assert done.exit_code == 0, done.output
@@ -177,7 +192,15 @@ def test_peers_that_are_of_no_use_harm_nobody(tmp_path: Path, strange_peers: Non
             "slow": None,
             "unable": "it knows no heads",
             "late": "failed while timed: RuntimeError: worn out",
+            "tires": notes["tires"],
+            "unfinished": None
+            if batch == "2q1s40"
+            else "wrong result, not timed: out: expected finite numbers, got others",
         }
+        assert (notes["tires"] or "").startswith(
+            "wrong result after it was timed: relative error 0.1,"
+        )
+        assert rows[batch, "tires"].is_fault and rows[batch, "tires"].best_us is None
         assert (notes["wrong"] or "").startswith("wrong result, not timed: relative error 0.1,")
         assert rows[batch, "octavo"].best_us and (rows[batch, "slow"].best_us or 0) > 10_000
         assert rows[batch, "raises"].is_fault and not rows[batch, "unable"].is_fault
@@ -390,8 +413,19 @@ def test_compare(tmp_path: Path) -> None:
     done = _compare(first, elsewhere)
     assert done.exit_code == 0
     assert done.stderr.strip() == "notice: device: Some CPU before, Another now"
-    nothing = write(tmp_path, "nothing.json", results())
-    assert _compare(nothing, nothing).exit_code == 0
+    assert f"old: {first}, commit abcdef1" in done.stdout and "commit other" in done.stdout
+
+
+def test_runs_with_nothing_in_common_are_no_success(tmp_path: Path) -> None:
+    """One of the two is of another shape, or empty: nothing was compared, so nothing was seen not to be slower."""
+    run = write(tmp_path, "run.json", full_run())
+    for name, of in (("other", results(row(shape="other"))), ("nothing", results())):
+        other = write(tmp_path, f"{name}.json", of)
+        for pair in ((run, other), (other, run), (other, other)):
+            if pair == (other, other) and name == "other":
+                continue
+            done = _compare(*pair)
+            assert done.exit_code == 2 and "expected two runs of the same cases" in done.stderr
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 import pytest
+import torch
 
 from octavo.bench import gate
 from octavo.bench.gate import Gate, Verdict, judge, read_gates, with_values
@@ -13,6 +14,7 @@ from octavo.kernels import block_swap
 from octavo.kernels.report.machine_code import MachineCode
 from octavo.kernels.report.table import Row
 from octavo.runtime.block_mover import BlockMover
+from octavo.runtime.kv_pool import LayerKV
 from octavo.runtime.launch_buffers import LaunchBuffers
 from octavo.runtime.recording import encoder
 from octavo.scheduler import Scheduler
@@ -42,6 +44,32 @@ def test_nothing_is_left_out():
 def test_all_measured_here_are_at_their_gates():
     """The counts, that is; the ratio of times and the compiled kernels are for `make gate`."""
     assert not tripped(gate.uploads() | gate.moves() | gate.memory() | gate.host_calls())
+
+
+@pytest.mark.parametrize("name", read_gates())
+def test_every_gate_of_the_file_can_trip(name):
+    """No band is so wide that a number twice as large, or half of it, passes; nor one that is not a number."""
+    value = read_gates()[name].value
+    for worse in (2 * value + 8, value / 2 - 1, float("nan"), float("inf")):
+        assert tripped({name: worse}) == {name}
+    assert not tripped({name: value})
+
+
+def test_host_work_for_each_step(monkeypatch):
+    update = Scheduler.update
+
+    def looks(self, outputs):
+        for _ in range(30):
+            self.has_unfinished()
+        return update(self, outputs)
+
+    monkeypatch.setattr(Scheduler, "update", looks)
+    assert tripped(gate.host_calls()) == {"host_step.calls"}
+
+
+def test_a_pool_of_wider_numbers(monkeypatch):
+    monkeypatch.setattr(gate, "LayerKV", lambda heads, size, _: LayerKV(heads, size, torch.float32))
+    assert tripped(gate.memory()) == {"pool.bytes_per_token"}
 
 
 def test_one_more_launch(monkeypatch):
@@ -115,17 +143,20 @@ def row(case: str, **changes) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("spill_bytes", "factor", "name"),
     [
-        ({}, None),
-        ({"spill_bytes": 8}, "decode-d128-whole.spill_bytes"),
-        ({"instructions_per_token": 15.5}, "decode-d128-whole.instructions_per_token"),
-        ({"instructions_per_token": 12.0}, "decode-d128-whole.instructions_per_token"),
+        (0, 1.0, None),
+        (8, 1.0, "spill_bytes"),
+        (0, 1.15, "instructions_per_token"),
+        (0, 0.85, "instructions_per_token"),
     ],
     ids=["as it is", "a spill", "more instructions", "fewer instructions"],
 )
-def test_machine_code(changes, name):
-    assert tripped(gate.of_rows([row("decode-d128-whole", **changes)])) == ({name} if name else set())  # fmt: skip
+@pytest.mark.parametrize("case", gate.KERNELS)
+def test_machine_code(case, spill_bytes, factor, name):
+    issued = read_gates()[f"{case}.instructions_per_token"].value * factor
+    code = row(case, spill_bytes=spill_bytes, instructions_per_token=issued)
+    assert tripped(gate.of_rows([code])) == ({f"{case}.{name}"} if name else set())
 
 
 def test_a_kernel_that_does_not_compile_is_no_gate_passed():

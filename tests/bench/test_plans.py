@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import time
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ import torch
 from octavo.bench import plans
 from octavo.bench.attention_problem import AttentionProblem, AttentionShape, make_problem
 from octavo.bench.batch_specs import BatchSpec
-from octavo.bench.plans import check_plan, chosen_plan, parse_plan, plan_grid, plan_label
+from octavo.bench.kernel_cases.attention import attention_case
+from octavo.bench.plans import (
+    check_plan,
+    chosen_plan,
+    parse_plan,
+    plan_grid,
+    plan_in_use,
+    plan_label,
+)
+from octavo.bench.suite import measure_case
 from octavo.kernels.ops import attention
 
 SMALL = AttentionShape(4, 2, 16, 8, torch.float32)
@@ -136,3 +146,31 @@ def test_a_plan_of_one_kernel_is_none_of_the_other() -> None:
     check_plan("num_splits=2,tile_kv=32")
     with pytest.raises(ValueError, match=r"plan: expected names of .*'num_splits=2,rows=64'"):
         check_plan("num_splits=2,rows=64")
+
+
+def test_where_no_plan_is_used_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's own version has none, and a batch of two kernels not one."""
+    monkeypatch.delenv("OCTAVO_BACKEND", raising=False)
+    assert plan_in_use(problem_of("2q1s20")) is None
+    monkeypatch.setenv("OCTAVO_BACKEND", "interpret")
+    assert plan_in_use(problem_of("2q1s20")) == plan_label(chosen_plan(problem_of("2q1s20")))
+    assert plan_in_use(problem_of("q1s20_q5")) is None
+
+
+def test_a_plan_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three plans the second is made slow: its row is the slow one, and no other, nor the choice without a plan."""
+    problem = problem_of("2q1s20")
+    asked = [dataclasses.replace(chosen_plan(problem), num_splits=n) for n in (5, 6, 7)]
+    real = AttentionProblem.run
+    run = []
+
+    def slow(self: AttentionProblem, plan=None) -> torch.Tensor:
+        run.append(plan)
+        time.sleep(0.02 if plan == asked[1] else 0)
+        return real(self)
+
+    monkeypatch.setattr(AttentionProblem, "run", slow)
+    rows = list(measure_case(attention_case(problem), plans=asked, seconds=0))
+    assert [each.plan for each in rows] == [None, *map(plan_label, asked)]
+    assert [(each.median_us or 0) > 19_000 for each in rows] == [False, False, True, False]
+    assert {*run} == {None, *asked}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -68,6 +69,54 @@ def test_every_picture_is_drawn() -> None:
 )
 def test_nothing_to_draw_is_none(draw, run: BenchResults) -> None:
     assert draw(run) is None
+
+
+def _texts(figure) -> list[str]:
+    figure.canvas.draw()
+    texts = [text for axes in figure.axes for text in (*axes.texts, axes.title)]
+    texts += [
+        label
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
+    ]
+    return [text.get_text() for text in texts]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list:
+    """What was drawn, before it became a PNG."""
+    drawn: list = []
+    real = plots._png
+    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or real(figure))
+    return drawn
+
+
+def test_lengths_and_times_are_written_out(figures: list) -> None:
+    run = full_run()
+    slow = [
+        msgspec.structs.replace(each, median_us=123456.0) for each in run.measurements if each.plan
+    ]
+    plots.plan_heat_map(results(*slow))
+    plots.latency_by_context(run)
+    plots.host_growth(run)
+    heat, latency, host = map(_texts, figures)
+    assert "123456" in heat
+    assert {"1k", "2k", "4k", "8k"} <= {*latency} and {"200", "500"} <= {*latency}
+    assert {"128", "1k", "8k"} <= {*host}
+    assert not [text for text in (*heat, *latency, *host) if "e+" in text or "^" in text]
+
+
+def test_the_roof_is_named_above_it_and_no_point_is_cut_off(figures: list) -> None:
+    run = full_run()  # its prompt is faster than the roof: a fault that has to be seen
+    plots.roofline(run)
+    (figure,) = figures
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    name = next(text for text in axes.texts if "copy" in text.get_text())
+    roof = axes.transData.transform((1, run.ceilings.matmul_flops_per_s))[1]
+    assert name.get_window_extent().y0 > roof
+    assert axes.get_ylim()[1] > max(each.flops_per_s or 0 for each in run.measurements)
+    assert {"8q1s1k", "8q1s8k", "q2k"} <= {text.get_text() for text in axes.texts}
 
 
 def test_names_are_not_formulas() -> None:
@@ -161,6 +210,17 @@ def test_a_ratio_is_over_octavos_own_choice() -> None:
     rows = [row(us=50.0, plan="tile_kv=16"), row(us=100.0), row(us=150.0, implementation="sdpa")]
     ratios = [cells[COLUMNS.index("ratio")] for cells in case_cells(rows, results(*rows))]
     assert ratios == ["0.50", "1.00", "1.50"]
+    of_graphs = [
+        row(us=100.0, graph_us=50.0),
+        row(us=150.0, graph_us=100.0),
+        row(us=120.0),
+        row(us=1e6),
+    ]
+    of_graphs[1:] = [msgspec.structs.replace(each, implementation="peer") for each in of_graphs[1:]]
+    ratios = [cells[COLUMNS.index("ratio")] for cells in case_cells(of_graphs, results())]
+    assert ratios == ["1.00", "2.00", "1.20", "10000.00"]
+    tiny = [row(us=1e5), row(us=50.0, implementation="sdpa")]
+    assert list(case_cells(tiny, results()))[1][COLUMNS.index("ratio")] == "0.0005"
     without = [row(us=None, note="failed"), row(us=150.0, implementation="sdpa")]
     assert [cells[COLUMNS.index("ratio")] for cells in case_cells(without, results())] == ["", ""]
 

@@ -216,6 +216,18 @@ def test_one_request_alone(budget):
     assert result.num_fed_tokens == 25 + 8
 
 
+def test_blocks_used_on_average_are_weighted_by_time():
+    """Four tokens to a block: the prompt of three and the fourth token in one block, the fifth in a second."""
+    assert run(
+        of(Request(arrival=0.0, prompt_len=1, output_len=3))
+    ).mean_used_blocks == pytest.approx(1)
+    first, second = (seconds - 0.12 for seconds in alone(3, 2, 64))  # without the host's part
+    third = alone(3, 3, 64)[1] - alone(3, 2, 64)[1] - 0.12
+    mean = (first + second + 2 * third) / (first + second + third)
+    result = run(of(Request(arrival=0.0, prompt_len=3, output_len=3)))
+    assert result.mean_used_blocks == pytest.approx(mean)
+
+
 def test_async_scheduling_hides_the_host():
     [serial] = run(of(Request(prompt_len=25, output_len=9))).requests
     [ahead] = run(of(Request(prompt_len=25, output_len=9)), async_scheduling=True).requests
