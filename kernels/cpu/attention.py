@@ -164,7 +164,7 @@ def cascade_attention(
 
 
 def _decode_groups(lengths: list[int], block_size: int, most_blocks: int) -> list[list[int]]:
-    """Rows that attend together, longest first: padded to their longest row at most so many blocks, a quarter of it padding.
+    """Rows that attend together, longest first: padded to their longest row at most so many blocks, half of it padding.
 
     Rows of length 0 are one group of their own. With one block at most each row is alone.
     """
@@ -173,7 +173,7 @@ def _decode_groups(lengths: list[int], block_size: int, most_blocks: int) -> lis
         num_blocks = -(-lengths[row] // block_size)
         group = groups[-1] if groups else []
         width = -(-lengths[group[0]] // block_size) if group else 0
-        if group and 4 * num_blocks >= 3 * width and (len(group) + 1) * width <= most_blocks:
+        if group and 2 * num_blocks >= width and (len(group) + 1) * width <= most_blocks:
             group.append(row)
         else:
             groups.append([row])
