@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .commands.bench import bench
 from .commands.kernels import kernels
+from .commands.refusing import refusing
 from .commands.replay import replay
 from .commands.simulate import simulate
 
@@ -139,7 +140,7 @@ def _complete(
     from . import LLM, SamplingParams
 
     errors = Console(stderr=True)
-    try:
+    with refusing():
         params = [SamplingParams(seed=seed + i, **sampling) for i in range(len(prompts))]
         with errors.status("loading the model"):
             llm = LLM(**engine)
@@ -151,9 +152,6 @@ def _complete(
         )
         outputs = _stream(llm, prompts, asked, params)
         llm.close()
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     if stats:
         _print_stats(llm, outputs, time.perf_counter() - started)
     return llm

@@ -159,7 +159,7 @@ PARTS: dict[str, Callable[[Setting], None]] = {
 
 
 def _peers() -> list[AttentionPeer]:
-    """All that can be used here; vLLM's and SGLang's files from checkouts beside the repository, where they are."""
+    """All there are; one that is not installed is a note in each table."""
     from .peers import ATTENTION_PEERS
 
     return [parse_peer(name) for name in ATTENTION_PEERS]

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from ..runtime.memory import free_cpu_memory
 from .timing import TimedCall, time_in_turns
 
 
@@ -88,13 +89,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_cpu_memory()
 
 
 def _processor() -> str:

@@ -16,7 +16,7 @@ from ..models.layers import kv_layers
 from ..models.llama import LlamaForCausalLM
 from ..models.loader import build_model, parameters_by_name
 from ..models.pools import build_pools
-from ..runtime.decode_graphs import DecodeGraphs, default_sizes
+from ..runtime.decode_graphs import captured_decodes
 from ..runtime.params import SamplingParams
 from ..runtime.runner import ModelRunner, in_background
 from ..scheduler import Engine, Scheduler, SchedulerConfig
@@ -70,9 +70,7 @@ class RandomEngine:
         )
         graphs = None
         if decode_graphs:
-            graphs = DecodeGraphs(self.model, pool, max_model_len, default_sizes(max_num_seqs))
-            with torch.inference_mode():
-                graphs.capture_all()
+            graphs = captured_decodes(self.model, pool, max_model_len, max_num_seqs)
         executor = in_background() if async_scheduling else None
         runner = ModelRunner(self.model, pool, executor=executor, graphs=graphs)
         self.engine = Engine(Scheduler(config), runner, async_scheduling=async_scheduling)

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .refusing import refusing
+
 if TYPE_CHECKING:
     from ..bench.attention_problem import AttentionShape
     from ..bench.kernel_run import KernelRun
@@ -105,7 +107,7 @@ def run(
     from ..bench.peers import parse_peer
     from ..models.llm import torch_device
 
-    with _refusing():
+    with refusing():
         on_gpu = (place := str(torch_device(device))).startswith("cuda")
         asked = KernelRun(
             ops=tuple(OPS) if op == ["all"] else tuple(op or ["paged_attention"]),
@@ -184,7 +186,7 @@ def compare(
     from ..bench.compare import changes, changes_table, differences_of_machines
     from ..bench.results import read_results
 
-    with _refusing():
+    with refusing():
         if not tolerance < math.inf:
             raise ValueError(f"tolerance: expected a number from 0, got {tolerance}")
         before, after = read_results(old), read_results(new)
@@ -200,18 +202,6 @@ def compare(
     _wide_console().print(changes_table(listed, tolerance))
     if any(change.is_slower(tolerance) for change in listed):
         raise typer.Exit(1)
-
-
-class _refusing:
-    """A ValueError becomes a line and exit code 2."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ValueError):
-            typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from error
 
 
 def _shape(

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from .refusing import refusing
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,11 +41,8 @@ def report(
     from ..kernels.report.table import print_table
 
     targets = target or ["sm_90"]
-    try:
+    with refusing():
         cases = select_cases(targets, kernel or [""])
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     tables = Console(highlight=False)
     if not tables.is_terminal:
         tables.width = 400  # nothing is folded or cut short in a file
@@ -77,7 +76,7 @@ def calibrate(
     from ..runtime.swap_calibration import find_costs, measure_swaps, timings_table
 
     console = Console(highlight=False)
-    try:
+    with refusing():
         place = torch_device(device)
         if output is not None and place.type == "cpu":
             raise ValueError("output: expected a GPU to compare the two ways on, got a CPU")
@@ -85,9 +84,6 @@ def calibrate(
             raise ValueError(
                 f"output: expected a file in a folder that exists, got {str(output)!r}"
             )
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     timings = []
     with Console(stderr=True).status("timing swaps"):
         timings += measure_swaps(place, most_bytes=most_mib << 20)

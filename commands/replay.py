@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from .refusing import refusing
+
 if TYPE_CHECKING:
     from ..runtime.recording import Recording
 
@@ -53,7 +55,7 @@ def replay(
     from ..runtime.recording import read_recording
 
     on_gpu = {Backend.auto: "auto", Backend.cuda: "cuda"}
-    try:
+    with refusing():
         device = str(torch_device(on_gpu.get(backend, "cpu")))
         opened = read_recording(recording)
         if opened.notice:
@@ -67,9 +69,6 @@ def replay(
             outcome, is_equal = _compare(opened, device, backend, model, tolerance, steps)
         if as_json is not None:
             _write(as_json, outcome)
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     if not is_equal:
         raise typer.Exit(1)
 

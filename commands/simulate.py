@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from .refusing import refusing
+
 if TYPE_CHECKING:
     from ..bench.simulation import SimulationResult, Workload
 
@@ -69,7 +71,7 @@ def simulate(
     """
     from ..bench.simulation import make_workload
 
-    try:
+    with refusing():
         workload = make_workload(
             requests,
             rate=rate,
@@ -96,9 +98,6 @@ def simulate(
         )
         _print(results)
         _write(results, as_json, plot)
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
 
 
 def _run(

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from ..kernels.swap_costs import PUBLIC_FIGURES, SwapCosts
-from ..runtime.decode_graphs import DecodeGraphs, default_sizes
+from ..runtime.decode_graphs import captured_decodes
 from ..runtime.memory import host_pool_blocks
 from ..runtime.params import LoRARequest, SamplingParams
 from ..runtime.recording import RecordingRunner, RecordingWriter
@@ -34,7 +34,6 @@ from .weights import resolve_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..runtime.kv_pool import KVPool
     from ..scheduler.engine import Request
 
 Prompt = str | Seq[int]
@@ -183,7 +182,10 @@ class LLM:
             num_gpu_blocks=self.pool.num_blocks - 1,
             num_cpu_blocks=0 if self.host_pool is None else self.host_pool.num_blocks - 1,
         )
-        graphs = _captured_decodes(loaded, self.pool, scheduler_config) if decode_graphs else None
+        graphs = None
+        if decode_graphs:
+            most_rows = min(max_num_seqs, max_num_batched_tokens)
+            graphs = captured_decodes(loaded, self.pool, max_model_len, most_rows)
         check = os.environ.get("OCTAVO_CHECK") == "1"
         runner: Any = ModelRunner(
             cast(Model, loaded),
@@ -410,17 +412,6 @@ def _check_options(
         raise ValueError(f"swap_costs: expected SwapCosts, got {swap_costs!r}")
     if model_class is not None and not callable(model_class):
         raise ValueError(f"model_class: expected a class, got {model_class!r}")
-
-
-def _captured_decodes(
-    model: torch.nn.Module, pool: KVPool, config: SchedulerConfig
-) -> DecodeGraphs:
-    """Graphs of steps of decodes alone, for every number of rows that a step may have."""
-    sizes = default_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-    graphs = DecodeGraphs(model, pool, config.max_model_len, sizes)
-    with torch.inference_mode():
-        graphs.capture_all()
-    return graphs
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

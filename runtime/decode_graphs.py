@@ -182,3 +182,11 @@ def _fill(fixed: LaunchArgs, args: LaunchArgs, num_rows: int) -> None:
         tensor[:num_rows].copy_(getattr(args, name))
         tensor[num_rows:] = pad
     fixed.block_tables[:num_rows, : args.block_tables.shape[1]].copy_(args.block_tables)
+
+
+def captured_decodes(model: Any, pool: KVPool, max_seq_len: int, most_rows: int) -> DecodeGraphs:
+    """Graphs of all steps of at most so many decodes, captured."""
+    graphs = DecodeGraphs(model, pool, max_seq_len, default_sizes(most_rows))
+    with torch.inference_mode():
+        graphs.capture_all()
+    return graphs

@@ -1,5 +1,5 @@
 """Attention in vectorised torch, by torch's fused attention where that can express the scores:
-- decode: rows of about one length gather their blocks together and attend as one batch, the query heads of a KV head as its
+- decode: rows of lengths within a factor of two gather their blocks together and attend as one batch, the query heads of a KV head as its
   queries; a group is no larger than what stays in the cache of a core (`_attend_rows`);
 - prefill: the keys of one sequence are gathered once and its queries attend in chunks (`_attend_sequence`).
 Scores and sums are fp32. Slots and table entries past a row's length are never read, or masked before they can matter.
